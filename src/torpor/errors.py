@@ -1,0 +1,123 @@
+"""The one tree of errors.
+
+    TorporError
+    ├── ArgumentError            a call with an impossible argument; nothing has changed
+    │   ├── ConfigError          a model's config cannot be used as it stands
+    │   └── RequestError         one generation request is refused; others are not touched
+    │       └── PromptTooLongError
+    ├── StateError               the call is not legal in this state; nothing has changed
+    │   ├── AsleepError          something needs memory that sleep has released
+    │   └── FaultedError         content could not be proven; only a reload or close is legal
+    ├── OwnershipError           a tensor without an owner, or with two
+    │   └── DoubleInitError      a second ``Module.__init__`` would wipe registered state
+    ├── ArenaError               the operating system or driver refused memory
+    │   └── OutOfMemoryError     there is not enough of it; retry after freeing some
+    ├── HostCopyError            a host copy cannot be written or read
+    │   └── HostFullError        no room for it on disk or under the host memory limit
+    ├── WeightsError             official content could not be loaded or updated
+    │   ├── ModelNotFoundError   no such model or package here
+    │   ├── CheckpointError      a file is damaged, truncated or not what it claims to be
+    │   ├── WeightsMismatchError a name, shape or dtype does not fit the model
+    │   └── WeightsIncompleteError  parameters are missing
+    └── VerificationError        bytes differ from the digest taken when they became official
+        └── ForeignWriteError    somebody wrote outside the door
+
+Every message says what was found (the value) and what to do (the remedy). An error of another
+library is kept as ``__cause__``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class TorporError(Exception):
+    """Base of everything torpor raises on purpose."""
+
+
+class ArgumentError(TorporError, ValueError):
+    """A call with an impossible argument; nothing has changed."""
+
+
+class ConfigError(ArgumentError):
+    """A model's config is missing a field, or asks for something unknown."""
+
+
+class RequestError(ArgumentError):
+    """One generation request is refused; other requests are not touched."""
+
+
+class PromptTooLongError(RequestError):
+    """The prompt leaves no room in the model's context."""
+
+
+class StateError(TorporError, RuntimeError):
+    """The call is not legal in the present state; nothing has changed."""
+
+
+class AsleepError(StateError):
+    """The call needs memory that sleep has released, or content that is not valid yet."""
+
+
+class FaultedError(StateError):
+    """Content could not be proven after a transition; reload the weights or close."""
+
+
+class OwnershipError(TorporError):
+    """A tensor has no owner, two owners, or has left its owner's memory."""
+
+
+class DoubleInitError(OwnershipError, RuntimeError):
+    """A second ``Module.__init__`` would have wiped what the instance already holds."""
+
+
+class ArenaError(TorporError, RuntimeError):
+    """The operating system or the driver refused a memory operation."""
+
+
+class OutOfMemoryError(ArenaError):
+    """There is not enough memory; nothing was lost and the call can be retried."""
+
+
+class HostCopyError(TorporError, RuntimeError):
+    """A host copy could not be written or read."""
+
+
+class HostFullError(HostCopyError):
+    """No room for a host copy, on disk or under the host memory limit."""
+
+
+class WeightsError(TorporError):
+    """Official content could not be loaded, reloaded or updated."""
+
+
+class ModelNotFoundError(WeightsError, FileNotFoundError):
+    """No model of that name or path, or the package that holds it is not installed."""
+
+
+class CheckpointError(WeightsError):
+    """A checkpoint file is damaged, truncated, or not what it claims to be."""
+
+
+class WeightsMismatchError(WeightsError, ValueError):
+    """A weight's name, shape or dtype does not fit the model."""
+
+
+class _NamesError(TorporError):
+    """Carries the names of the tensors it speaks of, in ``names``."""
+
+    def __init__(self, message: str, names: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.names: tuple[str, ...] = tuple(names)
+
+
+class WeightsIncompleteError(_NamesError, WeightsError):
+    """Parameters have no valid content; ``names`` lists them."""
+
+
+class VerificationError(_NamesError):
+    """Bytes differ from the digest taken when they became official; ``names`` lists them."""
+
+
+class ForeignWriteError(VerificationError):
+    """Owned bytes were changed outside the door; ``names`` lists them."""

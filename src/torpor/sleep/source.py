@@ -1,0 +1,111 @@
+"""Where official content comes from: weight sources, the files behind them, and the slice table.
+
+A *source* yields (checkpoint name, tensor) pairs. The *slice table* says which rows of which owned
+tensor each checkpoint name fills; the same table serves load, reload, update, digests and coverage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from torpor.errors import WeightsMismatchError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileExtent:
+    """Where the raw, row-major bytes of one tensor lie in a file."""
+
+    path: Path
+    offset: int
+    """Bytes from the start of the file."""
+    nbytes: int
+    dtype: torch.dtype
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """A checkpoint that can be read again: what level 2 reloads from."""
+
+    def names(self) -> Collection[str]:
+        """Every checkpoint name the source holds, without reading tensors."""
+        ...
+
+    def pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every (name, tensor) once. Tensors may be views of a file mapping.
+
+        Raises:
+            CheckpointError: a file is damaged, truncated or missing.
+        """
+        ...
+
+    def extent(self, name: str) -> FileExtent | None:
+        """Where the tensor's bytes lie in a file, or None when no file holds them as they are."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSlice:
+    """One checkpoint name and the rows of the owned tensor that it fills."""
+
+    name: str
+    """Name in the checkpoint."""
+    parameter: str
+    """Fully qualified name of the parameter or buffer in the module."""
+    start: int = 0
+    """First row along dim 0."""
+    length: int | None = None
+    """Number of rows along dim 0; None means the whole tensor."""
+
+
+class SliceTable:
+    """Every checkpoint name a model accepts, and where each one goes."""
+
+    def __init__(self, slices: Collection[WeightSlice], ignored: Collection[str] = ()) -> None:
+        """Build the table.
+
+        Args:
+            slices: one entry per checkpoint name.
+            ignored: checkpoint names that are accepted and dropped (such as the tied head).
+
+        Raises:
+            WeightsMismatchError: a name appears twice.
+        """
+        self._by_name: dict[str, WeightSlice] = {}
+        for entry in slices:
+            if entry.name in self._by_name:
+                raise WeightsMismatchError(f"slice table names {entry.name!r} twice; remove one")
+            self._by_name[entry.name] = entry
+        self.ignored = frozenset(ignored)
+
+    @classmethod
+    def identity(cls, names: Collection[str]) -> SliceTable:
+        """A table in which every checkpoint name fills the whole tensor of the same name."""
+        return cls([WeightSlice(name=name, parameter=name) for name in names])
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def __getitem__(self, name: str) -> WeightSlice:
+        return self._by_name[name]
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def __iter__(self) -> Iterator[WeightSlice]:
+        return iter(self._by_name.values())
+
+    def by_parameter(self) -> Mapping[str, tuple[WeightSlice, ...]]:
+        """The slices of each parameter, in row order."""
+        grouped: dict[str, list[WeightSlice]] = {}
+        for entry in self:
+            grouped.setdefault(entry.parameter, []).append(entry)
+        return {
+            parameter: tuple(sorted(entries, key=lambda entry: entry.start))
+            for parameter, entries in grouped.items()
+        }
