@@ -62,6 +62,11 @@ class WeightSlice:
     length: int | None = None
     """Number of rows along dim 0; None means the whole tensor."""
 
+    def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The rows of the owned tensor that this slice speaks of, detached."""
+        whole = tensor.detach()
+        return whole if self.length is None else whole[self.start : self.start + self.length]
+
 
 class SliceTable:
     """Every checkpoint name a model accepts, and where each one goes."""

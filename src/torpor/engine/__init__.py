@@ -1,0 +1,1 @@
+"""Generation: the ``LLM`` face, runner, KV cache, sampler, tokenizer and chat template."""

@@ -1,0 +1,1 @@
+"""Model files in, modules out: configs, architectures, checkpoints, the embedded model."""

@@ -1,0 +1,39 @@
+"""Builds the module that a config names; its weights come later, from a source."""
+
+from __future__ import annotations
+
+import torch
+
+from torpor.model.config import ModelConfig
+from torpor.model.files import ModelFiles
+from torpor.model.llama import LlamaForCausalLM
+
+
+def build_model(files: ModelFiles, dtype: torch.dtype) -> LlamaForCausalLM:
+    """Build a model with parameters on meta and buffers computed for real.
+
+    Args:
+        files: a resolved model.
+        dtype: dtype of all parameters.
+
+    Returns:
+        The module; its `slice_table` says which checkpoint name fills which parameter rows.
+    """
+    return new_model(files.config, dtype)
+
+
+def new_model(config: ModelConfig, dtype: torch.dtype) -> LlamaForCausalLM:
+    """As `build_model`, from a config alone."""
+    assert config.architecture == "LlamaForCausalLM", f"no module for {config.architecture}"
+    return LlamaForCausalLM(config, dtype)
+
+
+def checkpoint_shapes(model: LlamaForCausalLM) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor a checkpoint of this model must hold, in layer order."""
+    parameters = dict(model.named_parameters())
+    shapes = {}
+    for entry in model.slice_table():
+        whole = parameters[entry.parameter].shape
+        rows = whole[0] if entry.length is None else entry.length
+        shapes[entry.name] = (rows, *whole[1:])
+    return shapes

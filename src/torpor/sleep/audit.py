@@ -1,0 +1,235 @@
+"""The audit: tensors alive that no owner declared.
+
+It looks where Python can look: the attributes of the modules and of the helper objects they hold,
+and the garbage collector. What it cannot see it says; it is never called complete.
+"""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from torpor.errors import OwnershipError
+from torpor.sleep.ledger import Resident
+from torpor.sleep.storage import living_tensors, nbytes_of, plain_tensors, storage_key
+
+if TYPE_CHECKING:
+    from torpor.sleep.ledger import Ledger
+
+BLIND_SPOTS = (
+    "memory held by C++ alone, such as library workspaces and autograd's saved tensors",
+    "arrays that share a tensor's memory (numpy, DLPack) made after adoption",
+    "tensors in closures and generator frames have no module name",
+)
+REMEDY = (
+    "register it as a buffer, or declare it: sleeper.own(tensor, name=..., cls=...); undeclared it "
+    "stays resident, which is safe and costs its bytes"
+)
+UNDECLARED = "no owner declared it"
+_MAX_DEPTH = 6
+_OPAQUE = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    str,
+    bytes,
+    int,
+    float,
+)
+
+CreatorOf = Callable[[torch.Tensor], "str | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class Unowned:
+    """A live tensor without an owner."""
+
+    name: str
+    """Path from a module, or what holds it."""
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    creator: str | None
+    """``file:line`` that made it, for tensors made inside ``torpor.building()``."""
+    reachable: bool
+    """Whether a module or one of its helpers holds it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        plain = asdict(self)
+        plain["resident_bytes"] = plain.pop("nbytes")
+        return plain
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """What the audit found."""
+
+    unowned: tuple[Unowned, ...]
+    """Held by the modules or their helpers."""
+    elsewhere: tuple[Unowned, ...]
+    """Alive in this process and held by somebody else, the caller's own tensors included."""
+    remedy: str = REMEDY
+    blind_spots: tuple[str, ...] = BLIND_SPOTS
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {
+            "unowned": [item.to_dict() for item in self.unowned],
+            "elsewhere": [item.to_dict() for item in self.elsewhere],
+            "remedy": self.remedy,
+            "blind_spots": list(self.blind_spots),
+        }
+
+
+def audit(
+    ledger: Ledger, roots: Mapping[str, nn.Module], device: torch.device, creator_of: CreatorOf
+) -> AuditReport:
+    """List live tensors of a device that the ledger does not own, largest first."""
+    seen: set[int] = set()
+    unowned = [
+        item
+        for name, tensor in reachable_tensors(roots)
+        if (item := _unowned(ledger, seen, name, tensor, device, creator_of, reachable=True))
+    ]
+    elsewhere = [
+        item
+        for tensor in list(living_tensors())
+        if (item := _unowned(ledger, seen, "", tensor, device, creator_of, reachable=False))
+    ]
+    return AuditReport(tuple(_largest_first(unowned)), tuple(_largest_first(elsewhere)))
+
+
+def undeclared(
+    ledger: Ledger,
+    roots: Mapping[str, nn.Module],
+    device: torch.device,
+    creator_of: CreatorOf,
+    *,
+    strict: bool,
+) -> None:
+    """Record reachable tensors without an owner as resident.
+
+    Raises:
+        OwnershipError: ``strict`` and there is one.
+    """
+    seen: set[int] = set()
+    items = [
+        item
+        for name, tensor in reachable_tensors(roots)
+        if (item := _unowned(ledger, seen, name, tensor, device, creator_of, reachable=True))
+    ]
+    ledger.residents = {
+        name: resident
+        for name, resident in ledger.residents.items()
+        if resident.reason != UNDECLARED
+    }
+    strangers = [item for item in items if item.name not in ledger.residents]
+    if strict and strangers:
+        shown = "; ".join(_described(item) for item in strangers[:8])
+        raise OwnershipError(f"{len(strangers)} tensors have no owner: {shown}. To mend: {REMEDY}")
+    for item in strangers:
+        ledger.residents[item.name] = Resident(item.name, item.nbytes, UNDECLARED)
+
+
+def _described(item: Unowned) -> str:
+    made = f", made at {item.creator}" if item.creator else ""
+    return f"{item.name} ({item.nbytes} bytes{made})"
+
+
+def reachable_tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that the modules' attributes lead to, registered or not, with its path."""
+    visited: set[int] = set()
+    for name, root in roots.items():
+        yield from _tensors_in(name, root, visited, 0)
+
+
+def _tensors_in(
+    path: str, value: Any, visited: set[int], depth: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    if issubclass(type(value), torch.Tensor):
+        yield from plain_tensors(path, value)
+        return
+    # A registered tree of modules may be deep; only helpers are cut off.
+    if depth > _MAX_DEPTH or id(value) in visited or isinstance(value, _OPAQUE):
+        return
+    visited.add(id(value))
+    for name, item in _children(value):
+        child = name if not path else f"{path}.{name}" if name else path
+        deeper = 0 if isinstance(item, nn.Module) else depth + 1
+        yield from _tensors_in(child, item, visited, deeper)
+
+
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, nn.Module):
+        for name, item in vars(value).items():
+            # The three registries hold children under their own names.
+            yield ("" if name in ("_parameters", "_buffers", "_modules") else name), item
+    elif isinstance(value, Mapping):
+        yield from ((str(key), item) for key, item in list(value.items()))
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from ((str(index), item) for index, item in enumerate(list(value)))
+    elif isinstance(value, types.MethodType):
+        yield "__self__", value.__self__
+    else:
+        yield from list(getattr(value, "__dict__", {}).items())
+        for name in getattr(type(value), "__slots__", ()):
+            if isinstance(name, str) and not name.startswith("__"):
+                yield name, getattr(value, name, None)
+
+
+def _unowned(
+    ledger: Ledger,
+    seen: set[int],
+    name: str,
+    tensor: torch.Tensor,
+    device: torch.device,
+    creator_of: CreatorOf,
+    *,
+    reachable: bool,
+) -> Unowned | None:
+    if tensor.layout == torch.strided and tensor.device.type == device.type:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return None  # A wrapper: its inner tensors are found by themselves.
+        if storage.nbytes() == 0 or storage_key(storage) in seen or ledger.of_storage(storage):
+            return None
+        seen.add(storage_key(storage))
+        nbytes = storage.nbytes()
+    elif reachable and tensor.device.type == device.type:
+        nbytes = nbytes_of(tensor)
+    else:
+        return None
+    return Unowned(
+        name=name or _holder(tensor),
+        nbytes=nbytes,
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        creator=creator_of(tensor),
+        reachable=reachable,
+    )
+
+
+def _holder(tensor: torch.Tensor) -> str:
+    """What holds a tensor that no module leads to, as well as the garbage collector knows."""
+    for referrer in gc.get_referrers(tensor):
+        if isinstance(referrer, types.FrameType):
+            return f"a local of {referrer.f_code.co_name}()"
+        if isinstance(referrer, dict):
+            for key, value in list(referrer.items()):
+                if value is tensor:
+                    module = referrer.get("__name__")
+                    return f"{module}.{key}" if isinstance(module, str) else f"attribute {key!r}"
+    return "unknown holder"
+
+
+def _largest_first(items: list[Unowned]) -> list[Unowned]:
+    return sorted(items, key=lambda item: (-item.nbytes, item.name))

@@ -1,0 +1,56 @@
+"""Reading what callers choose: levels, tags, policies. Impossible choices change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torpor.errors import ArgumentError
+from torpor.sleep.classes import LEVELS, TAGS
+
+FOREIGN_WRITE_POLICIES = ("adopt", "restore", "error")
+"""What a sleep does when content was changed outside the door."""
+
+
+def level_from(level: object) -> int:
+    """A sleep level given as a number or a digit string.
+
+    Raises:
+        ArgumentError: it is none of the levels that move memory.
+    """
+    if isinstance(level, str) and level.isdecimal():
+        level = int(level)
+    if isinstance(level, bool) or not isinstance(level, int) or level not in LEVELS:
+        raise ArgumentError(
+            f"sleep level {level!r} is none of {LEVELS}: 1 keeps host copies of the weights, "
+            "2 discards them"
+        )
+    return level
+
+
+def tags_from(tags: Collection[str] | str | None) -> tuple[str, ...]:
+    """The tags a call speaks of; None is all. ``graphs`` follows ``kv_cache``.
+
+    Raises:
+        ArgumentError: an empty collection or an unknown tag.
+    """
+    if tags is None:
+        return TAGS
+    named = (tags,) if isinstance(tags, str) else tuple(tags)
+    if not named:
+        raise ArgumentError(f"tags is empty; name some of {TAGS}, or pass None for all")
+    unknown = [tag for tag in named if tag not in TAGS]
+    if unknown:
+        raise ArgumentError(f"unknown tag {unknown[0]!r}; the tags are {TAGS}")
+    follows = ("graphs",) if "kv_cache" in named else ()
+    return tuple(tag for tag in TAGS if tag in (*named, *follows))
+
+
+def one_of(name: str, value: str, allowed: Collection[str]) -> str:
+    """A choice out of a fixed set.
+
+    Raises:
+        ArgumentError: it is none of them.
+    """
+    if value not in allowed:
+        raise ArgumentError(f"{name}={value!r} is none of {tuple(allowed)}")
+    return value

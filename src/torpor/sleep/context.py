@@ -1,0 +1,74 @@
+"""What the door and both transitions work on: one sleeper's parts, and its epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torpor.sleep.ledger import Entry, Ledger
+from torpor.sleep.states import StateMachine, TagState
+
+if TYPE_CHECKING:
+    from torpor.sleep.device import Device
+    from torpor.sleep.host import HostStore
+    from torpor.sleep.poison import Poison
+    from torpor.sleep.source import SliceTable, WeightSource
+
+
+@dataclass(slots=True)
+class Epochs:
+    """Numbers that grow when content changes or a cache is dropped."""
+
+    weights: int = 0
+    kv: int = 0
+    version: str | None = None
+    """The caller's own name of the current weights."""
+    from_checkpoint: bool = False
+    """Whether the reload source holds the content of the current weights epoch."""
+
+
+@dataclass(slots=True)
+class Context:
+    """The parts of one sleeper."""
+
+    device: Device
+    ledger: Ledger
+    store: HostStore
+    slices: SliceTable
+    reload: WeightSource | None
+    poison: Poison | None
+    on_foreign_write: str
+    host_copy: str
+    check_nan: bool
+    machine: StateMachine = field(default_factory=StateMachine)
+    epochs: Epochs = field(default_factory=Epochs)
+    released: dict[str, int] = field(default_factory=dict)
+    """Level at which each sleeping tag was released. Replaced whole: that is the commit."""
+
+    def tag_state(self, tag: str) -> TagState:
+        """What a caller may expect of one tag's memory."""
+        if tag in self.released:
+            return TagState.RELEASED
+        if all(entry.valid for entry in self.ledger.in_tags([tag])):
+            return TagState.RESIDENT
+        return TagState.MAPPED_INVALID
+
+    def missing(self, tags: Iterable[str]) -> list[str]:
+        """Names without valid content; for fused tensors the checkpoint names not yet written.
+
+        Tensors that a rebuild will fill once their sources are valid are not listed.
+        """
+        names: list[str] = []
+        by_parameter = self.slices.by_parameter()
+        for entry in self.ledger.in_tags(tags):
+            if not entry.valid and not self._waits_for_sources(entry):
+                fused = [part.name for part in by_parameter.get(entry.name, ()) if part.length]
+                gaps = [name for name in fused if name not in entry.covered]
+                names += gaps or [entry.name]
+        return names
+
+    def _waits_for_sources(self, entry: Entry) -> bool:
+        return entry.rebuild is not None and not all(
+            self.ledger[name].valid for name in entry.sources
+        )

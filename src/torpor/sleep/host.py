@@ -1,0 +1,253 @@
+"""Host copies: where the bytes of a sleeping tensor wait.
+
+One interface over three places: the checkpoint file that already holds the bytes, an unlinked
+private spill file, or host memory (for devices whose memory is not host memory: on the CPU a copy
+in memory would free nothing). A copy is immutable, knows the digest of its bytes, and is shared by
+content: tensors, models and replicas that hold the same bytes keep one copy between them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torpor.errors import ArgumentError, HostCopyError, HostFullError
+from torpor.sleep.source import FileExtent
+from torpor.sleep.spill import SpillFile, default_folder
+
+MEDIA = ("file", "memory")
+"""Where a store keeps copies that no checkpoint file holds."""
+
+
+class HostCopy(Protocol):
+    """Immutable bytes of one owned storage, outside its arena."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the copy."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Local digest of the bytes."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """``checkpoint``, ``file`` or ``memory``."""
+        ...
+
+    def read_into(self, target: memoryview) -> None:
+        """Copy the bytes into ``target``, which has exactly ``nbytes``.
+
+        Raises:
+            HostCopyError: the copy cannot be read in full.
+        """
+        ...
+
+
+def read_exactly(descriptor: int, target: memoryview, offset: int, what: str) -> None:
+    """Fill ``target`` from a file, starting at ``offset``.
+
+    Raises:
+        HostCopyError: the file ends early or cannot be read.
+    """
+    done = 0
+    try:
+        while done < len(target):
+            count = os.preadv(descriptor, [target[done:]], offset + done)
+            if count == 0:
+                raise HostCopyError(
+                    f"{what} ends at byte {offset + done}; {len(target) - done} more were expected"
+                )
+            done += count
+    except OSError as error:
+        raise HostCopyError(f"cannot read {what} at byte {offset + done}: {error}") from error
+
+
+class CheckpointCopy:
+    """Bytes that a checkpoint file holds as they are; nothing is written."""
+
+    kind = "checkpoint"
+
+    def __init__(self, extents: Sequence[FileExtent], digest: str) -> None:
+        """Remember where the bytes are and what the file looked like.
+
+        Raises:
+            HostCopyError: a file cannot be opened.
+        """
+        self.digest = digest
+        self.nbytes = sum(extent.nbytes for extent in extents)
+        self._extents = tuple(extents)
+        self._stamps = {extent.path: file_stamp(extent.path) for extent in extents}
+
+    def is_current(self) -> bool:
+        """Whether every file still looks as it did when this copy was made."""
+        try:
+            return all(file_stamp(path) == stamp for path, stamp in self._stamps.items())
+        except HostCopyError:
+            return False
+
+    def read_into(self, target: memoryview) -> None:
+        done = 0
+        for extent in self._extents:
+            try:
+                descriptor = os.open(extent.path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise HostCopyError(f"cannot open {extent.path}: {error}") from error
+            try:
+                part = target[done : done + extent.nbytes]
+                read_exactly(descriptor, part, extent.offset, str(extent.path))
+            finally:
+                os.close(descriptor)
+            done += extent.nbytes
+
+
+def file_stamp(path: Path) -> tuple[int, int, int, int]:
+    """(device, inode, size, modification time in ns): changes when a file is replaced or written.
+
+    Raises:
+        HostCopyError: the file is gone.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise HostCopyError(f"cannot look at {path}: {error}") from error
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+class _StoredCopy:
+    """A copy that a store wrote; its room is given back when the last holder lets go."""
+
+    def __init__(self, digest: str, nbytes: int, on_release: Callable[[], None]) -> None:
+        self.digest = digest
+        self.nbytes = nbytes
+        self._on_release = on_release
+
+    def __del__(self) -> None:
+        self._on_release()
+
+
+class _FileCopy(_StoredCopy):
+    kind = "file"
+
+    def __init__(self, spill: SpillFile, offset: int, digest: str, nbytes: int) -> None:
+        super().__init__(digest, nbytes, lambda: spill.free(offset, nbytes))
+        self._spill = spill
+        self._offset = offset
+
+    def read_into(self, target: memoryview) -> None:
+        read_exactly(self._spill.descriptor, target, self._offset, self._spill.what)
+
+
+class _MemoryCopy(_StoredCopy):
+    kind = "memory"
+
+    def __init__(
+        self, region: mmap.mmap, digest: str, nbytes: int, on_release: Callable[[], None]
+    ) -> None:
+        super().__init__(digest, nbytes, on_release)
+        self._region = region
+
+    def read_into(self, target: memoryview) -> None:
+        target[:] = memoryview(self._region)[: self.nbytes]
+
+
+class HostStore:
+    """Keeps copies by content. Can be shared by several sleepers; thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        spill_dir: Path | str | None = None,
+        medium: str = "file",
+        host_memory_limit: int | None = None,
+    ) -> None:
+        """Choose where copies go; nothing is opened before the first one.
+
+        Args:
+            spill_dir: folder of the spill file; default ``$TORPOR_SPILL_DIR``, else /var/tmp.
+            medium: ``file`` or ``memory``.
+            host_memory_limit: bytes that copies in memory may take together; None is no limit.
+
+        Raises:
+            ArgumentError: an unknown medium or a negative limit.
+        """
+        if medium not in MEDIA:
+            raise ArgumentError(f"host copy medium {medium!r} is none of {MEDIA}")
+        if host_memory_limit is not None and host_memory_limit < 0:
+            raise ArgumentError(f"host_memory_limit={host_memory_limit} must be 0 or more bytes")
+        self.medium = medium
+        self.host_memory_limit = host_memory_limit
+        self.memory_bytes = 0
+        self._folder = Path(spill_dir) if spill_dir is not None else default_folder()
+        self._spill: SpillFile | None = None
+        self._copies: weakref.WeakValueDictionary[tuple[str, int], HostCopy] = (
+            weakref.WeakValueDictionary()
+        )
+        self._lock = threading.RLock()
+
+    @property
+    def file_bytes(self) -> int:
+        """Length of the spill file."""
+        return 0 if self._spill is None else self._spill.size_bytes
+
+    def find(self, digest: str, nbytes: int) -> HostCopy | None:
+        """The copy of these bytes that somebody keeps already, if any."""
+        return self._copies.get((digest, nbytes))
+
+    def keep(self, digest: str, data: memoryview) -> tuple[HostCopy, int]:
+        """Keep a copy of bytes whose digest is known.
+
+        Returns:
+            The copy, and how many bytes had to be copied for it (0 when one existed).
+
+        Raises:
+            HostFullError: no room; nothing was kept.
+            HostCopyError: the copy cannot be written.
+        """
+        with self._lock:
+            copy = self.find(digest, len(data))
+            if copy is not None:
+                return copy, 0
+            copy = (
+                self._to_file(digest, data)
+                if self.medium == "file"
+                else self._to_memory(digest, data)
+            )
+            self._copies[digest, len(data)] = copy
+            return copy, len(data)
+
+    def close(self) -> None:
+        """Close the spill file. Copies still held can no longer be read."""
+        with self._lock:
+            if self._spill is not None:
+                self._spill.close()
+                self._spill = None
+
+    def _to_file(self, digest: str, data: memoryview) -> HostCopy:
+        if self._spill is None:
+            self._spill = SpillFile(self._folder)
+        return _FileCopy(self._spill, self._spill.write(data), digest, len(data))
+
+    def _to_memory(self, digest: str, data: memoryview) -> HostCopy:
+        nbytes = len(data)
+        limit = self.host_memory_limit
+        if limit is not None and self.memory_bytes + nbytes > limit:
+            raise HostFullError(
+                f"a host copy of {nbytes} bytes does not fit under host_memory_limit={limit}: "
+                f"{self.memory_bytes} are in use; raise the limit or sleep at level 2"
+            )
+        region = mmap.mmap(-1, max(nbytes, 1))
+        memoryview(region)[:nbytes] = data
+        self.memory_bytes += nbytes
+        return _MemoryCopy(region, digest, nbytes, lambda: self._forget(nbytes))
+
+    def _forget(self, nbytes: int) -> None:
+        with self._lock:
+            self.memory_bytes -= nbytes

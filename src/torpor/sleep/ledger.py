@@ -1,0 +1,232 @@
+"""The record of every owned byte, and of every byte that stays resident.
+
+One entry is one torch storage in an arena: however many tensors, ties and views look at it, its
+bytes are released, copied, verified and restored once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torpor.errors import OwnershipError
+from torpor.sleep.classes import POLICIES, OwnershipClass, Policy
+from torpor.sleep.storage import storage_key, weak
+
+if TYPE_CHECKING:
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    from torpor.sleep.arena import Arena
+    from torpor.sleep.device import Range
+    from torpor.sleep.host import HostCopy
+
+Rebuild = Callable[[], "torch.Tensor | None"]
+"""Recomputes a tensor: writes it in place and returns None, or returns the new value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """Bytes that sleep cannot release, and why."""
+
+    name: str
+    nbytes: int
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {"name": self.name, "resident_bytes": self.nbytes, "reason": self.reason}
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One owned storage."""
+
+    name: str
+    cls: OwnershipClass
+    tag: str
+    arena: Arena
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    storage: StorageWeakRef
+    aliases: dict[str, Callable[[], torch.Tensor | None]] = field(default_factory=dict)
+    """Every name of it, each with a way to the tensor object (weak unless declared by hand)."""
+    sources: tuple[str, ...] = ()
+    """Names of the owned tensors it is computed from."""
+    rebuild: Rebuild | None = None
+    reset: Callable[[], None] | None = None
+    in_checkpoint: bool = False
+    """Level 2 discards it and a reload must cover it."""
+    digest: str | None = None
+    """Local digest of the official content; None while there is none."""
+    host: HostCopy | None = None
+    valid: bool = True
+    """Whether the memory holds official content (only meaningful while mapped)."""
+    stale: bool = False
+    """A source or an epoch moved since the last rebuild."""
+    covered: set[str] = field(default_factory=set)
+    """Checkpoint names written since the content became invalid."""
+
+    @property
+    def policy(self) -> Policy:
+        """What sleep and wake do with it."""
+        return POLICIES[self.cls]
+
+    @property
+    def address(self) -> int:
+        """Where its bytes are, for life."""
+        return self.arena.address + self.offset
+
+    @property
+    def range(self) -> Range:
+        """(address, bytes)."""
+        return self.address, self.nbytes
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether its official content has no host copy."""
+        return self.host is None or self.host.digest != self.digest
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether any tensor still uses the storage."""
+        return not self.storage.expired()  # type: ignore[no-untyped-call]
+
+    def tensor(self, name: str | None = None) -> torch.Tensor | None:
+        """The tensor object of one name (default: the first that is alive)."""
+        if name is not None:
+            return self.aliases[name]()
+        return next(
+            (tensor for way in self.aliases.values() if (tensor := way()) is not None), None
+        )
+
+
+class Ledger:
+    """All entries, in placement order, and all residents."""
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []
+        self._by_name: dict[str, Entry] = {}
+        self._by_key: dict[int, Entry] = {}
+        self.residents: dict[str, Resident] = {}
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, name: str) -> Entry:
+        return self._by_name[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def get(self, name: str) -> Entry | None:
+        """The entry of a name, or None."""
+        return self._by_name.get(name)
+
+    def add(self, entry: Entry) -> None:
+        """Record an owned storage.
+
+        Raises:
+            OwnershipError: a name is taken.
+        """
+        for name in entry.aliases:
+            if name in self._by_name:
+                raise OwnershipError(f"{name!r} is owned already; declare it under another name")
+        self._entries.append(entry)
+        self._by_name.update(dict.fromkeys(entry.aliases, entry))
+        storage = entry.storage
+        self._by_key[int(storage.cdata)] = entry
+        self.residents.pop(entry.name, None)
+
+    def add_alias(self, entry: Entry, name: str, way: Callable[[], torch.Tensor | None]) -> None:
+        """Record a further name of an owned storage."""
+        if self._by_name.setdefault(name, entry) is not entry:
+            raise OwnershipError(f"{name!r} is owned already; declare it under another name")
+        entry.aliases[name] = way
+
+    def drop_alias(self, entry: Entry, name: str) -> None:
+        """Forget one name of an owned storage."""
+        del entry.aliases[name]
+        del self._by_name[name]
+
+    def remove(self, gone: Iterable[Entry]) -> None:
+        """Forget entries: their tensors are dead, or their bytes left the arena for good."""
+        dropped = set(map(id, gone))
+        if not dropped:
+            return
+        self._entries = [entry for entry in self._entries if id(entry) not in dropped]
+        self._by_name = {
+            name: entry for name, entry in self._by_name.items() if id(entry) not in dropped
+        }
+        self._by_key = {
+            key: entry for key, entry in self._by_key.items() if id(entry) not in dropped
+        }
+
+    def of_storage(self, storage: torch.UntypedStorage) -> Entry | None:
+        """The entry that owns a storage, or None."""
+        return self._by_key.get(storage_key(storage))
+
+    def in_tags(self, tags: Iterable[str]) -> list[Entry]:
+        """Entries of some tags, in placement order."""
+        wanted = frozenset(tags)
+        return [entry for entry in self._entries if entry.tag in wanted]
+
+    def arenas(self, tags: Iterable[str]) -> list[Arena]:
+        """The arenas that hold entries of some tags, each once."""
+        return list({id(entry.arena): entry.arena for entry in self.in_tags(tags)}.values())
+
+    def tags(self) -> tuple[str, ...]:
+        """Tags that own bytes, in placement order."""
+        return tuple(dict.fromkeys(entry.tag for entry in self._entries))
+
+    def bytes_by_class(self, entries: Iterable[Entry]) -> dict[str, int]:
+        """Sum of bytes of each ownership class."""
+        sums: dict[str, int] = {}
+        for entry in entries:
+            sums[entry.cls.value] = sums.get(entry.cls.value, 0) + entry.nbytes
+        return sums
+
+    def resident_bytes(self) -> int:
+        """Bytes known to stay resident."""
+        return sum(resident.nbytes for resident in self.residents.values())
+
+
+def weak_way(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+    """A way to a tensor that does not keep it alive."""
+    return weakref.ref(tensor)
+
+
+def strong_way(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+    """A way to a tensor that keeps it alive: for tensors that an owner declared by hand."""
+    return lambda: tensor
+
+
+def entry_for(
+    name: str,
+    cls: OwnershipClass,
+    tag: str,
+    arena: Arena,
+    offset: int,
+    tensor: torch.Tensor,
+    way: Callable[[], torch.Tensor | None],
+) -> Entry:
+    """An entry for a tensor whose storage lies in an arena slot already."""
+    storage = tensor.untyped_storage()
+    return Entry(
+        name=name,
+        cls=cls,
+        tag=tag,
+        arena=arena,
+        offset=offset,
+        nbytes=storage.nbytes(),
+        dtype=tensor.dtype,
+        storage=weak(storage),
+        aliases={name: way},
+    )

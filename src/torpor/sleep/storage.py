@@ -1,0 +1,123 @@
+"""torch storages as memory: which one a tensor uses, whether it can move, and moving it.
+
+Adoption moves where bytes live and never touches a Python object: the storage's data pointer is
+swapped, so ties, views and hidden aliases all follow, and no version counter moves. Where torch
+lacks the swap (it is a private method), every alias found is rebound instead.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Identity of the underlying StorageImpl; two Python handles of one storage share it."""
+    return int(storage._cdata)
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Bytes that the tensor's elements take, whatever its device."""
+    return tensor.numel() * tensor.element_size()
+
+
+def plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The plain strided tensors behind a tensor: itself, or the inner ones of a wrapper class."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield name, tensor
+        return
+    inner_names, _context = flatten()
+    for inner_name in inner_names:
+        yield from plain_tensors(f"{name}.{inner_name}", getattr(tensor, inner_name))
+
+
+def refusal(tensor: torch.Tensor, device: torch.device) -> str | None:
+    """Why a tensor's bytes cannot be moved, or None when they can (file mappings aside)."""
+    if tensor.layout != torch.strided:
+        return f"layout {tensor.layout} has no single storage"
+    if tensor.device.type != device.type:
+        return f"lives on {tensor.device}, not on {device}"
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return f"{type(tensor).__name__} has no storage that can be moved"
+    if device.type == "cpu" and storage.is_shared():
+        return "its memory is shared with other processes"
+    return None
+
+
+def swap_available() -> bool:
+    """Whether this torch can swap a storage's data pointer."""
+    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def swap(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Exchange the memory of two storages of equal size; every alias follows its storage."""
+    storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
+
+
+def rebind(
+    old: torch.UntypedStorage, new: torch.UntypedStorage, found: Iterable[torch.Tensor]
+) -> bool:
+    """Point every alias of ``old`` at ``new``; the way for a torch without the swap.
+
+    Aliases are those given plus every tensor the garbage collector knows. When something else still
+    holds ``old`` afterwards (a view that only C++ knows), all of them are pointed back.
+
+    Returns:
+        Whether ``old`` has no user left but the caller.
+    """
+    key = storage_key(old)
+    aliases = {id(tensor): tensor for tensor in found}
+    for tensor in living_tensors():
+        if tensor.layout == torch.strided and tensor.device == old.device:
+            aliases.setdefault(id(tensor), tensor)
+    users = [tensor for tensor in aliases.values() if _key_or_none(tensor) == key]
+    for tensor in users:
+        _point(tensor, new)
+    # The caller's handle and the argument of this call are one StorageImpl reference in C++.
+    if torch._C._storage_Use_Count(old._cdata) <= 1:
+        return True
+    for tensor in users:
+        _point(tensor, old)
+    return False
+
+
+def living_tensors() -> Iterator[torch.Tensor]:
+    """Every tensor object the garbage collector tracks now. It never runs the collector."""
+    for candidate in gc.get_objects():
+        # type(), not isinstance: lazy proxies run code when asked for their class.
+        if issubclass(type(candidate), torch.Tensor):
+            yield candidate
+
+
+def weak(storage: torch.UntypedStorage) -> StorageWeakRef:
+    """A weak reference to a storage that survives its Python handles."""
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Any:
+    """The storage as a flat uint8 tensor that shares its memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _key_or_none(tensor: torch.Tensor) -> int | None:
+    try:
+        return storage_key(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _point(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
+    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    # Assigning .data exchanges the storage and leaves object, grad and version counter alone.
+    tensor.data = view

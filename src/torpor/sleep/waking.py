@@ -1,0 +1,280 @@
+"""Waking: reserve all memory, fill it, verify it, then commit.
+
+    reserve   map every arena; a shortage shows here
+    fill      poison, host copies, reload, rebuilds, cleared caches
+    verify    every digest against the official one
+    commit    one assignment
+
+Any failure before the commit releases what was mapped, keeps the host copies, and leaves the
+sleeper asleep: the call can be made again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torpor.errors import StateError, VerificationError
+from torpor.sleep.derive import rebuild_stale
+from torpor.sleep.door import pairs_of
+from torpor.sleep.reports import Stopwatch, WakeReport
+from torpor.sleep.restore import clear_caches, copy_again, poison, restore, settle
+from torpor.sleep.states import State
+
+if TYPE_CHECKING:
+    from torpor.sleep.arena import Arena
+    from torpor.sleep.context import Context
+    from torpor.sleep.door import Door
+    from torpor.sleep.ledger import Entry
+
+
+def wake_up(
+    context: Context, door: Door, tags: tuple[str, ...], reload: bool | None, *, plain: bool
+) -> WakeReport:
+    """Bring back what is released of some tags, and report; see ``Sleeper.wake_up``."""
+    stopwatch = Stopwatch()
+    rising = tuple(tag for tag in tags if tag in context.released)
+    entries = context.ledger.in_tags(rising)
+    if not rising:
+        rise = Rise((), False, True, False, [], [], stopwatch)
+        return _report(context, rise, ["nothing to wake: all of it is resident"])
+    lost = context.released.get("weights") == 2 and "weights" in rising
+    chosen = _chosen_reload(context, reload, plain=plain, lost=lost)
+    rise = Rise(
+        tags=rising,
+        reload=chosen and "weights" in rising,
+        same_epoch=reload is None,
+        lenient=reload is not None,
+        entries=entries,
+        arenas=context.ledger.arenas(rising),
+        stopwatch=stopwatch,
+    )
+    wake(context, door, rise)
+    return _report(context, rise, [])
+
+
+def _chosen_reload(context: Context, reload: bool | None, *, plain: bool, lost: bool) -> bool:
+    if reload is not None:
+        if reload and context.reload is None:
+            raise StateError("there is no checkpoint to reload from; pass reload= to Sleeper")
+        return reload
+    if not (plain and lost and context.reload is not None):
+        return False
+    if not context.epochs.from_checkpoint:
+        raise StateError(
+            f"the weights (epoch {context.epochs.weights}, version {context.epochs.version!r}) did "
+            "not come from the checkpoint, and reading it would undo them; wake_up(reload=True) "
+            "does so, wake_up(reload=False) leaves filling them to an update"
+        )
+    return True
+
+
+def _report(context: Context, rise: Rise, notices: list[str]) -> WakeReport:
+    missing = tuple(context.missing(rise.tags))
+    if missing:
+        notices = [*notices, f"{len(missing)} tensors have to be updated or reloaded before use"]
+    return WakeReport(
+        tags=rise.tags,
+        changed=bool(rise.tags),
+        notices=tuple(notices),
+        mapped_bytes=rise.mapped_bytes,
+        restored_bytes=rise.restored_bytes,
+        reloaded=rise.reload,
+        rebuilt=tuple(rise.rebuilt),
+        repaired=tuple(rise.repaired),
+        verified=rise.verified,
+        total_verifiable=rise.verifiable,
+        missing=missing,
+        seconds=dict(rise.stopwatch.seconds),
+        total_s=rise.stopwatch.total_s,
+        weights_epoch=context.epochs.weights,
+        kv_epoch=context.epochs.kv,
+    )
+
+
+@dataclass(slots=True)
+class Rise:
+    """One wake under way, and what its report will say."""
+
+    tags: tuple[str, ...]
+    reload: bool
+    """Read the weights from the checkpoint again."""
+    same_epoch: bool
+    """Whether the reload must bring back the official content, digest for digest."""
+    lenient: bool
+    """Whether damaged host copies may be given up, since the caller said who fills."""
+    entries: list[Entry]
+    arenas: list[Arena]
+    stopwatch: Stopwatch
+    mapped_bytes: int = 0
+    restored_bytes: int = 0
+    repaired: list[str] = field(default_factory=list)
+    rebuilt: list[str] = field(default_factory=list)
+    verified: int = 0
+    verifiable: int = 0
+
+
+class _Page:
+    """What the books said of one entry before the wake."""
+
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
+        self._before = (entry.valid, entry.digest, entry.host)
+
+    def put_back(self) -> None:
+        """Make the books say it again; whatever is rebuilt from sources is due once more."""
+        entry = self._entry
+        entry.valid, entry.digest, entry.host = self._before
+        entry.stale = entry.rebuild is not None
+
+
+def wake(context: Context, door: Door, rise: Rise) -> None:
+    """Bring the memory of ``rise.tags`` back.
+
+    Before: the tags are released. After: mapped, verified and committed; content that level 2
+    discarded is valid if it was reloaded, else invalid. On failure: released, host copies kept.
+
+    Raises:
+        OutOfMemoryError: not enough memory now.
+        VerificationError: content came back different and could not be repaired; the sleeper is
+            FAULTED.
+        TorporError: a host copy, the checkpoint, a rebuild or a reset failed.
+    """
+    machine = context.machine
+    before = context.released
+    epochs = dataclasses.replace(context.epochs)
+    books = [_Page(entry) for entry in context.ledger]
+    after = {tag: level for tag, level in before.items() if tag not in rise.tags}
+    try:
+        machine.move(State.WAKING)
+        _fill(context, door, rise)
+        context.released = after
+        machine.move(State.ASLEEP if after else State.AWAKE, moved_bytes=rise.mapped_bytes)
+    except BaseException as error:
+        if machine.state is State.WAKING:
+            _roll_back(context, rise, before)
+            context.epochs = epochs
+            for page in books:
+                page.put_back()
+            lasting = isinstance(error, VerificationError)
+            machine.move(State.FAULTED if lasting else State.ASLEEP)
+        raise
+
+
+def _fill(context: Context, door: Door, rise: Rise) -> None:
+    phase = rise.stopwatch.phase
+    with phase("map"):
+        for arena in rise.arenas:
+            # Mapped whole before anything is copied: a shortage must not cost a copy.
+            arena.remap(arena.nbytes)
+        rise.mapped_bytes = sum(arena.mapped_bytes for arena in rise.arenas)
+    with phase("poison"):
+        poison(context, rise.entries)
+    kept = [entry for entry in rise.entries if entry.policy.verified and not entry.is_dirty]
+    for entry in rise.entries:
+        entry.valid = not entry.policy.verified
+    with phase("restore"):
+        rise.restored_bytes = restore(context, kept)
+    with phase("verify"):
+        damaged = settle(context, kept)
+        if damaged:
+            _repair(context, rise, damaged)
+    if rise.reload:
+        with phase("reload"):
+            _reload(context, door, rise)
+    with phase("clear"):
+        clear_caches(context, rise.entries)
+    with phase("rebuild"):
+        _rebuild(context, rise)
+    _count(rise)
+
+
+def _repair(context: Context, rise: Rise, damaged: list[Entry]) -> None:
+    """Copy once more; else read those tensors from the checkpoint, if it holds this epoch."""
+    names = [entry.name for entry in damaged]
+    damaged = copy_again(context, damaged)
+    if damaged and context.reload is not None and context.epochs.from_checkpoint:
+        _reload_some(context, damaged)
+        damaged = settle(context, damaged)
+    if damaged and rise.lenient:
+        for entry in damaged:
+            entry.host = None
+        return
+    if damaged:
+        still = [entry.name for entry in damaged]
+        raise VerificationError(
+            f"{len(still)} tensors came back different from what went to sleep: "
+            f"{', '.join(still[:8])}; wake_up(reload=True) reads them from the checkpoint, "
+            "wake_up(reload=False) leaves filling them to an update",
+            still,
+        )
+    rise.repaired += names
+
+
+def _reload_some(context: Context, entries: list[Entry]) -> None:
+    assert context.reload is not None
+    by_parameter = context.slices.by_parameter()
+    parts = {
+        part.name: part for entry in entries for name in entry.aliases
+        for part in by_parameter.get(name, ())
+    }  # fmt: skip
+    for name, value in pairs_of(context.reload, parts):
+        part = parts[name]
+        target = context.ledger[part.parameter].aliases[part.parameter]()
+        if target is None:
+            continue
+        part.rows_of(target).copy_(value)
+
+
+def _reload(context: Context, door: Door, rise: Rise) -> None:
+    if context.reload is None:
+        raise StateError("there is no checkpoint to reload from; pass reload= to Sleeper")
+    official = {entry.name: entry.digest for entry in rise.entries if entry.policy.verified}
+    door.run(context.reload, None)
+    if not rise.same_epoch:
+        return
+    differing = [
+        entry.name
+        for entry in rise.entries
+        if official.get(entry.name) is not None and entry.digest != official[entry.name]
+    ]
+    if differing:
+        raise VerificationError(
+            f"the checkpoint has changed: {len(differing)} tensors differ from what went to sleep: "
+            f"{', '.join(differing[:8])}; wake_up(reload=True) accepts the new content",
+            differing,
+        )
+
+
+def _rebuild(context: Context, rise: Rise) -> None:
+    official = {id(entry): entry.digest for entry in context.ledger}
+    rebuilt = rebuild_stale(context)
+    rise.rebuilt += [entry.name for entry in rebuilt]
+    verified = [entry for entry in rebuilt if entry.policy.verified]
+    digests = context.device.fingerprint([entry.range for entry in verified])
+    differing = [
+        entry.name
+        for entry, digest in zip(verified, digests, strict=True)
+        if rise.same_epoch and official[id(entry)] not in (None, digest)
+    ]
+    if differing:
+        raise VerificationError(
+            f"rebuilding {', '.join(differing)} from unchanged sources gave other bytes than "
+            "before sleep; make the rebuild deterministic",
+            differing,
+        )
+    for entry, digest in zip(verified, digests, strict=True):
+        entry.digest = digest
+
+
+def _count(rise: Rise) -> None:
+    verifiable = [entry for entry in rise.entries if entry.policy.verified]
+    rise.verifiable = len(verifiable)
+    rise.verified = sum(entry.valid for entry in verifiable)
+
+
+def _roll_back(context: Context, rise: Rise, before: dict[str, int]) -> None:
+    context.released = before
+    for arena in rise.arenas:
+        arena.unmap()
