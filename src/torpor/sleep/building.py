@@ -188,8 +188,8 @@ class CreationRecords:
 
     A storage is what moves into an arena, so views and a parameter made from a tensor share the
     record of what they were made from, and adoption does not lose it. Tensors built over memory
-    that something else allocated (``torch.from_numpy``, a mapped file) have none, nor have those
-    that a function compiled by ``torch.compile`` makes.
+    that something else allocated (``torch.from_numpy``, a mapped file) have none; those that a
+    function compiled by ``torch.compile`` makes may have none.
     """
 
     def __init__(self) -> None:
@@ -295,13 +295,13 @@ class _Recorder(_RecordingDispatch, TorchDispatchMode):
     """Notes what is made on this thread between start and stop."""
 
     def __init__(self, records: CreationRecords) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._records = None
         self._noted = records
         self._thread = threading.get_ident()
 
     def start(self) -> None:
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
         self._records = self._noted
 
     def stop(self) -> None:
@@ -312,7 +312,7 @@ class _Recorder(_RecordingDispatch, TorchDispatchMode):
             return
         # Leaving is last in, first out; one left too early is taken off by those above it.
         while isinstance(top := _get_current_dispatch_mode(), _Recorder) and top._records is None:
-            top.__exit__(None, None, None)
+            top.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def _tensors_in(result: Any) -> Iterator[torch.Tensor]:

@@ -158,7 +158,7 @@ def _make_room(context: Context, tensor: torch.Tensor, tag: str) -> None:
 
 def _to_ordinary_memory(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
-    ordinary = torch.UntypedStorage(storage.nbytes(), device=storage.device)  # type: ignore[no-untyped-call]
+    ordinary = torch.UntypedStorage(storage.nbytes(), device=storage.device)
     ordinary.copy_(storage)
     swap(storage, ordinary)
 

@@ -1,10 +1,10 @@
 """What raises while asleep, before a kernel can touch memory that is not there.
 
-Falling asleep installs pre-hooks for forward, ``state_dict`` and ``load_state_dict`` on every
-submodule and for ``step`` on every optimizer, and shadows ``forward`` (compiled code skips hooks, but
-looks again at a module whose ``forward`` is replaced), ``_apply`` (``.to()``, ``.float()``) and deep
-copying. Waking removes them all, so they cost nothing while awake. They ask the sleeper each time, so
-one that an interrupt left behind is harmless.
+Falling asleep installs pre-hooks for ``state_dict`` and ``load_state_dict`` on every submodule and
+for ``step`` on every optimizer, and shadows ``forward`` (not by a hook: compiled code skips hooks,
+but looks again at a module whose ``forward`` is replaced), ``_apply`` (``.to()``, ``.float()``) and
+deep copying. Waking removes them all, so they cost nothing while awake. They ask the sleeper each
+time, so one that an interrupt left behind is harmless.
 """
 
 from __future__ import annotations
@@ -108,9 +108,8 @@ class Guard:
         if self.is_installed:
             return
         for module in self._submodules():
-            self._handles.append(module.register_forward_pre_hook(self._check))
-            self._handles.append(module.register_state_dict_pre_hook(self._check))  # type: ignore[no-untyped-call]
-            self._handles.append(module.register_load_state_dict_pre_hook(self._check))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_state_dict_pre_hook(self._check))
+            self._handles.append(module.register_load_state_dict_pre_hook(self._check))
             for name in _SHADOWED:
                 self._shadows.append(Shadow(self._require_module, module, name))
         for optimizer in self._optimizers:

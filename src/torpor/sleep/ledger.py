@@ -94,7 +94,7 @@ class Entry:
     @property
     def is_alive(self) -> bool:
         """Whether any tensor still uses the storage."""
-        return not self.storage.expired()  # type: ignore[no-untyped-call]
+        return not self.storage.expired()
 
     def tensor(self, name: str | None = None) -> torch.Tensor | None:
         """The tensor object of one name (default: the first that is alive)."""

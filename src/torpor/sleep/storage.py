@@ -101,7 +101,7 @@ def living_tensors() -> Iterator[torch.Tensor]:
 
 def weak(storage: torch.UntypedStorage) -> StorageWeakRef:
     """A weak reference to a storage that survives its Python handles."""
-    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+    return StorageWeakRef(storage)
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Any:
