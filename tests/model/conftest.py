@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from tests.model.helpers import write_folder, write_gguf
+
 from torpor.model.files import ModelFiles
 from torpor.model.resolve import resolve_model
 

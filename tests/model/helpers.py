@@ -85,6 +85,16 @@ def logits_of(
     return model.compute_logits(hidden)
 
 
+def reference(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Transformers' model of a folder."""
+    from transformers import LlamaForCausalLM as Reference
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # it would leave a thread behind
+    model: nn.Module = Reference.from_pretrained(folder, dtype=dtype).eval()
+    return model
+
+
 def random_weights(config: Mapping[str, object], seed: int = 0) -> dict[str, torch.Tensor]:
     """Checkpoint tensors for a config, under their Hugging Face names."""
     generator = torch.Generator().manual_seed(seed)

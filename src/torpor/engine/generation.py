@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from torpor.engine.detokenizer import Detokenizer, StopStrings
 from torpor.engine.sampler import SampledToken, child_seed, sample
-from torpor.errors import RequestError, StateError
+from torpor.errors import RequestError
 from torpor.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 
 if TYPE_CHECKING:
     import torch
 
     from torpor.engine.prompts import Prompt
-    from torpor.engine.runner import Mark, ModelRunner
+    from torpor.engine.runner import ModelRunner
     from torpor.engine.text import Tokenizer
     from torpor.params import SamplingParams
 
@@ -170,22 +170,19 @@ class GenerationLoop:
             RequestError: the logits hold NaN.
         """
         prompt = request.prompt.token_ids
-        prompt_logits_V = self._runner.prefill(prompt)
-        mark = self._runner.mark()
+        prompt_logits_V, mark = self._runner.prefill(prompt)
         completions = []
         for index in range(request.params.n):
             completion = Completion(request, index, self._tokenizer, self._rules)
             completions.append(completion)
             if index > 0:
-                self._check_mark(mark, request)
-                self._runner.rewind(len(prompt))
+                self._runner.rewind(len(prompt), mark)
             logits_V = prompt_logits_V
             while True:
                 yield completion.accept(self._sample(logits_V, request, completion))
                 if completion.finished:
                     break
-                self._check_mark(mark, request)
-                logits_V = self._runner.decode(completion.token_ids[-1])
+                logits_V = self._runner.decode(completion.token_ids[-1], mark)
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt.text,
@@ -212,18 +209,3 @@ class GenerationLoop:
             )
         except RequestError as error:
             raise RequestError(f"request {request.request_id}: {error}") from error
-
-    def _check_mark(self, mark: Mark, request: Request) -> None:
-        now = self._runner.mark()
-        if now == mark:
-            return
-        if now.weights_epoch != mark.weights_epoch:
-            cause = "the weights were updated"
-        elif now.kv_epoch != mark.kv_epoch:
-            cause = "the model slept"
-        else:
-            cause = "another request used the KV cache"
-        raise StateError(
-            f"{cause} while request {request.request_id} was being streamed; finish or close a "
-            "stream before other calls, and start this one again"
-        )

@@ -92,12 +92,13 @@ class LLM(SleepControl):
         config = files.config
         length = resolve_max_model_len(max_model_len, config.max_position_embeddings)
         self._tokenizer = _tokenizer(files)
-        with building():
+        with building() as records:
             module = build_model(files, torch_dtype)
         sleeper = Sleeper(
             module,
             reload=files.source,
             slices=module.slice_table(),
+            records=records,
             spill_dir=spill_dir,
             poison=poison,
             strict=strict,
@@ -109,7 +110,7 @@ class LLM(SleepControl):
             self._kv = KVCache.allocate(sleeper, config, length, torch_dtype)
             sleeper.reload_weights()
         except BaseException:
-            sleeper.close()
+            self.close()
             raise
         own_eos = self._tokenizer.eos_token_id
         eos = frozenset(config.eos_token_ids) | ({own_eos} if own_eos is not None else set())

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torpor.errors import StateError
+
 if TYPE_CHECKING:
     from torpor.engine.kv import KVCache
     from torpor.model.llama import LlamaForCausalLM
@@ -52,20 +54,11 @@ class ModelRunner:
         self._ready = ready
         self._num_prefills = 0
 
-    def mark(self) -> Mark:
-        """What the KV cache holds now."""
-        return Mark(
-            num_prefills=self._num_prefills,
-            weights_epoch=self._sleeper.weights_epoch,
-            weights_version=self._sleeper.weights_version,
-            kv_epoch=self._sleeper.kv_epoch,
-        )
-
-    def prefill(self, token_ids: Sequence[int]) -> torch.Tensor:
+    def prefill(self, token_ids: Sequence[int]) -> tuple[torch.Tensor, Mark]:
         """Forget what the cache holds and compute a whole prompt.
 
         Returns:
-            Logits [V] of the position after the last token.
+            Logits [V] of the position after the last token, and what the cache holds now.
 
         Raises:
             AsleepError, WeightsIncompleteError: the step may not run; the cache is unchanged.
@@ -73,16 +66,46 @@ class ModelRunner:
         self._ready()
         self._num_prefills += 1
         self._kv.reset()
-        return self._step(token_ids)
+        return self._step(token_ids), self._mark()
 
-    def decode(self, token_id: int) -> torch.Tensor:
-        """Compute one more token; logits [V] as ``prefill``, and the same errors."""
-        self._ready()
+    def decode(self, token_id: int, mark: Mark) -> torch.Tensor:
+        """Compute one more token of the sequence that ``prefill`` marked; logits [V].
+
+        Raises:
+            StateError: the cache holds something else by now.
+            AsleepError, WeightsIncompleteError: the step may not run.
+        """
+        self._require(mark)
         return self._step([token_id])
 
-    def rewind(self, length: int) -> None:
-        """Go back to the first ``length`` positions, for another completion of one prompt."""
+    def rewind(self, length: int, mark: Mark) -> None:
+        """Go back to the first ``length`` positions of a marked sequence; errors as ``decode``."""
+        self._require(mark)
         self._kv.rewind(length)
+
+    def _mark(self) -> Mark:
+        return Mark(
+            num_prefills=self._num_prefills,
+            weights_epoch=self._sleeper.weights_epoch,
+            weights_version=self._sleeper.weights_version,
+            kv_epoch=self._sleeper.kv_epoch,
+        )
+
+    def _require(self, mark: Mark) -> None:
+        self._ready()
+        now = self._mark()
+        if now == mark:
+            return
+        if now.num_prefills != mark.num_prefills:
+            cause = "another request used the KV cache"
+        elif now.kv_epoch != mark.kv_epoch:
+            cause = "the model slept"
+        else:
+            cause = "the weights were updated"
+        raise StateError(
+            f"{cause} while this request was being streamed; finish or close a stream before other "
+            "calls, and start this one again"
+        )
 
     def _step(self, token_ids: Sequence[int]) -> torch.Tensor:
         start = self._kv.length

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import filelock
 
-from torpor.errors import CheckpointError, HostCopyError, HostFullError
+from torpor.errors import CheckpointError, HostCopyError, HostFullError, TorporError
 from torpor.model.files import Progress
 from torpor.model.manifest import FORMAT, verify_folder
 from torpor.model.safetensors_source import SafetensorsSource
@@ -87,7 +87,8 @@ def _open(folder: Path, origin: str, progress: Progress | None) -> SafetensorsSo
     try:
         return _verified(folder, origin, progress)
     except CheckpointError as error:
-        _logger.warning("converting again, because of the cached model: %s", error)
+        # As text: a log record that keeps the error keeps the mapping of the damaged file.
+        _logger.warning("converting again: %s", str(error))
         return None
 
 
@@ -141,9 +142,9 @@ def _writing(root: Path) -> Iterator[None]:
     try:
         root.mkdir(parents=True, exist_ok=True)
         yield
+    except TorporError:
+        raise  # a missing package is an OSError too
     except OSError as error:
-        if isinstance(error, CheckpointError | HostCopyError):
-            raise
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise HostFullError(
                 f"no room for a converted model in {root} ({_free_bytes(root)} bytes free); "

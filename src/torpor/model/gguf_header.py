@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO
 
-from torpor.errors import CheckpointError
+from torpor.errors import CheckpointError, TorporError
 from torpor.model.gguf_types import tensor_bytes
 
 MAGIC = b"GGUF"
@@ -71,10 +71,13 @@ def read_gguf_header(path: Path) -> GgufHeader:
     Raises:
         CheckpointError: the file cannot be read; magic, version, byte order, a count, a length, a
             type, a key, a shape or an offset is not what the format allows in a file of this size.
+        ModelNotFoundError: the gguf library is not installed.
     """
     try:
         with path.open("rb") as file:
             return _Reader(path, file, os.fstat(file.fileno()).st_size).header()
+    except TorporError:
+        raise  # a missing library is an OSError too
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror}); check the path and its permissions"

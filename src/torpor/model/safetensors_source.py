@@ -147,12 +147,16 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map; fetch it again")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard or "\0" in shard:
+        if not isinstance(shard, str) or not _is_file_name(shard):
             raise CheckpointError(
                 f"{index} places {name!r} in {shard!r:.80}, which is not the name of a file beside "
                 "it; fetch it again"
             )
     return weight_map
+
+
+def _is_file_name(text: str) -> bool:
+    return Path(text).name == text and text not in ("", "..") and "\0" not in text
 
 
 def _check_listed(index: Path, header: SafetensorsHeader, listed: set[str]) -> None:

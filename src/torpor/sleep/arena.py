@@ -94,7 +94,7 @@ class Arena:
         self.device.map(self.address + start, target - start, populate=populate)
         self.mapped_bytes = target
 
-    def remap(self, nbytes: int) -> None:
+    def remap(self, nbytes: int, *, populate: bool = True) -> None:
         """Map the first ``nbytes`` whatever the books say: an interrupted call may have got
         further.
 
@@ -102,7 +102,7 @@ class Arena:
             OutOfMemoryError: not enough memory.
         """
         if nbytes:
-            self.device.map(self.address, nbytes, populate=True)
+            self.device.map(self.address, nbytes, populate=populate)
         self.mapped_bytes = nbytes
 
     def unmap(self) -> None:

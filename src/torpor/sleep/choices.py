@@ -35,6 +35,9 @@ def tags_from(tags: Collection[str] | str | None) -> tuple[str, ...]:
     """
     if tags is None:
         return TAGS
+    given: object = tags  # Callers without a type checker pass anything.
+    if not isinstance(given, Collection):
+        raise ArgumentError(f"tags is {given!r}; name some of {TAGS}, or pass None for all")
     named = (tags,) if isinstance(tags, str) else tuple(tags)
     if not named:
         raise ArgumentError(f"tags is empty; name some of {TAGS}, or pass None for all")

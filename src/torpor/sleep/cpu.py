@@ -70,6 +70,10 @@ class CpuDevice:
         return torch.device("cpu")
 
     @property
+    def fresh_memory_is_zero(self) -> bool:
+        return True  # man 2 madvise, MADV_DONTNEED: zero-fill-on-demand pages for private mappings.
+
+    @property
     def granularity(self) -> int:
         return PAGE_BYTES
 

@@ -34,6 +34,11 @@ class Device(Protocol):
         ...
 
     @property
+    def fresh_memory_is_zero(self) -> bool:
+        """Whether ``map`` after ``unmap`` gives zeros by the system's own promise."""
+        ...
+
+    @property
     def granularity(self) -> int:
         """Bytes; mapped sizes are multiples of it."""
         ...

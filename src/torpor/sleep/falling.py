@@ -284,7 +284,7 @@ def _roll_back(
         context.machine.move(State.ASLEEP)
         return
     context.released = before
-    clear_caches(context, fall.entries)
+    clear_caches(context, fall.entries, fresh=False)
     restore(context, fall.entries)
     settle(context, fall.entries)
     rebuild_stale(context)

@@ -15,7 +15,7 @@ import torch
 
 from torpor.errors import OwnershipError
 from torpor.sleep.classes import POLICIES, OwnershipClass, Policy
-from torpor.sleep.storage import storage_key, weak
+from torpor.sleep.storage import alive, nbytes_of, storage_key, storage_of, weak
 
 if TYPE_CHECKING:
     from torch.multiprocessing.reductions import StorageWeakRef
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 Rebuild = Callable[[], "torch.Tensor | None"]
 """Recomputes a tensor: writes it in place and returns None, or returns the new value."""
+
+
+Holder = Callable[[], "torch.Tensor | torch.UntypedStorage | None"]
+"""Finds a resident without keeping it alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +97,9 @@ class Entry:
 
     @property
     def is_alive(self) -> bool:
-        """Whether any tensor still uses the storage."""
-        return not self.storage.expired()
+        """Whether a tensor still uses the storage, and the storage this slot."""
+        storage = alive(self.storage)
+        return storage is not None and storage.data_ptr() == self.address
 
     def tensor(self, name: str | None = None) -> torch.Tensor | None:
         """The tensor object of one name (default: the first that is alive)."""
@@ -112,7 +117,7 @@ class Ledger:
         self._entries: list[Entry] = []
         self._by_name: dict[str, Entry] = {}
         self._by_key: dict[int, Entry] = {}
-        self.residents: dict[str, Resident] = {}
+        self._residents: dict[str, tuple[Resident, Holder]] = {}
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries)
@@ -141,20 +146,27 @@ class Ledger:
                 raise OwnershipError(f"{name!r} is owned already; declare it under another name")
         self._entries.append(entry)
         self._by_name.update(dict.fromkeys(entry.aliases, entry))
-        storage = entry.storage
-        self._by_key[int(storage.cdata)] = entry
-        self.residents.pop(entry.name, None)
+        self._by_key[int(entry.storage.cdata)] = entry
+        for name in entry.aliases:
+            self._residents.pop(name, None)
 
     def add_alias(self, entry: Entry, name: str, way: Callable[[], torch.Tensor | None]) -> None:
-        """Record a further name of an owned storage."""
+        """Record a further name of an owned storage.
+
+        Raises:
+            OwnershipError: another storage has the name.
+        """
         if self._by_name.setdefault(name, entry) is not entry:
             raise OwnershipError(f"{name!r} is owned already; declare it under another name")
         entry.aliases[name] = way
+        self._residents.pop(name, None)
 
     def drop_alias(self, entry: Entry, name: str) -> None:
-        """Forget one name of an owned storage."""
+        """Forget one name of an owned storage; if others are left, one of them leads."""
         del entry.aliases[name]
         del self._by_name[name]
+        if entry.name == name and entry.aliases:
+            entry.name = next(iter(entry.aliases))
 
     def remove(self, gone: Iterable[Entry]) -> None:
         """Forget entries: their tensors are dead, or their bytes left the arena for good."""
@@ -170,8 +182,56 @@ class Ledger:
         }
 
     def of_storage(self, storage: torch.UntypedStorage) -> Entry | None:
-        """The entry that owns a storage, or None."""
-        return self._by_key.get(storage_key(storage))
+        """The entry that owns a storage, or None; None too when its memory was exchanged since."""
+        entry = self._by_key.get(storage_key(storage))
+        return entry if entry is not None and entry.address == storage.data_ptr() else None
+
+    def sources_of(self, entry: Entry) -> list[Entry]:
+        """The owned tensors that one is computed from; a source that has left is not among them."""
+        return [source for name in entry.sources if (source := self.get(name)) is not None]
+
+    @property
+    def residents(self) -> dict[str, Resident]:
+        """What stays in memory and is still alive, by name; each storage under one name."""
+        self._residents = {
+            name: (resident, holder)
+            for name, (resident, holder) in self._residents.items()
+            if holder() is not None
+        }
+        return {name: resident for name, (resident, _holder) in self._residents.items()}
+
+    def stay(self, name: str, tensor: torch.Tensor, reason: str) -> None:
+        """Record a tensor that stays in memory. One reason is known of each storage: the last."""
+        storage = storage_of(tensor)
+        if storage is None:
+            resident = Resident(name, nbytes_of(tensor), reason)
+            self._residents[name] = resident, weakref.ref(tensor)
+            return
+        for other, (known, holder) in list(self._residents.items()):
+            if other != name and _is_same(holder(), storage):
+                if known.reason == reason:
+                    return
+                del self._residents[other]
+        reference = weak(storage)
+        self._residents[name] = (
+            Resident(name, storage.nbytes(), reason),
+            lambda: alive(reference),
+        )
+
+    def why_resident(self, tensor: torch.Tensor) -> str | None:
+        """The reason on record why a tensor's bytes stay in memory, or None."""
+        storage = storage_of(tensor)
+        for resident, holder in self._residents.values():
+            held = holder()
+            if held is tensor or (storage is not None and _is_same(held, storage)):
+                return resident.reason
+        return None
+
+    def forget_residents(self, reason: str) -> None:
+        """Forget what was on record for one reason."""
+        self._residents = {
+            name: item for name, item in self._residents.items() if item[0].reason != reason
+        }
 
     def in_tags(self, tags: Iterable[str]) -> list[Entry]:
         """Entries of some tags, in placement order."""
@@ -196,6 +256,10 @@ class Ledger:
     def resident_bytes(self) -> int:
         """Bytes known to stay resident."""
         return sum(resident.nbytes for resident in self.residents.values())
+
+
+def _is_same(held: object, storage: torch.UntypedStorage) -> bool:
+    return isinstance(held, torch.UntypedStorage) and storage_key(held) == storage_key(storage)
 
 
 def weak_way(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:

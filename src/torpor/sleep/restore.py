@@ -48,16 +48,19 @@ def settle(context: Context, entries: Iterable[Entry]) -> list[Entry]:
     return [entry for entry in verified if not entry.valid and not entry.is_dirty]
 
 
-def clear_caches(context: Context, entries: Iterable[Entry]) -> None:
+def clear_caches(context: Context, entries: Iterable[Entry], *, fresh: bool) -> None:
     """Bring back what has no host copy: zero caches, run resets; refills are due afterwards.
+
+    Args:
+        fresh: the memory has just been mapped, and nothing but poison was written to it.
 
     Raises:
         OwnershipError: a reset failed.
     """
     for entry in entries:
         if entry.policy.at_wake is AtWake.CLEAR:
-            # Fresh pages are zero on the CPU, but not after poison and not on every device.
-            context.device.fill(entry.address, entry.nbytes, 0)
+            if not (fresh and context.device.fresh_memory_is_zero and context.poison is None):
+                context.device.fill(entry.address, entry.nbytes, 0)
             entry.stale = entry.rebuild is not None
         elif entry.policy.at_wake is AtWake.RESET and entry.reset is not None:
             try:

@@ -6,7 +6,7 @@ tensor each checkpoint name fills; the same table serves load, reload, update, d
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -87,6 +87,7 @@ class SliceTable:
                 raise WeightsMismatchError(f"slice table names {entry.name!r} twice; remove one")
             self._by_name[entry.name] = entry
         self.ignored = frozenset(ignored)
+        self._by_parameter = _grouped(self._by_name.values())
 
     @classmethod
     def identity(cls, names: Collection[str]) -> SliceTable:
@@ -107,10 +108,14 @@ class SliceTable:
 
     def by_parameter(self) -> Mapping[str, tuple[WeightSlice, ...]]:
         """The slices of each parameter, in row order."""
-        grouped: dict[str, list[WeightSlice]] = {}
-        for entry in self:
-            grouped.setdefault(entry.parameter, []).append(entry)
-        return {
-            parameter: tuple(sorted(entries, key=lambda entry: entry.start))
-            for parameter, entries in grouped.items()
-        }
+        return self._by_parameter
+
+
+def _grouped(slices: Iterable[WeightSlice]) -> Mapping[str, tuple[WeightSlice, ...]]:
+    grouped: dict[str, list[WeightSlice]] = {}
+    for entry in slices:
+        grouped.setdefault(entry.parameter, []).append(entry)
+    return {
+        parameter: tuple(sorted(entries, key=lambda entry: entry.start))
+        for parameter, entries in grouped.items()
+    }

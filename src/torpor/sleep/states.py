@@ -43,12 +43,12 @@ class TagState(Enum):
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
-    State.AWAKE: frozenset({State.DRAINING, State.FAULTED}),
-    State.DRAINING: frozenset({State.FALLING_ASLEEP, State.AWAKE, State.ASLEEP}),
+    State.AWAKE: frozenset({State.DRAINING}),
     # Back to where it came from when it rolls back: awake, or asleep with some tags resident.
-    State.FALLING_ASLEEP: frozenset({State.ASLEEP, State.AWAKE, State.FAULTED}),
+    State.DRAINING: frozenset({State.FALLING_ASLEEP, State.AWAKE, State.ASLEEP}),
+    State.FALLING_ASLEEP: frozenset({State.ASLEEP, State.AWAKE}),
     # A partly asleep sleeper can put further tags to sleep.
-    State.ASLEEP: frozenset({State.WAKING, State.DRAINING, State.FAULTED}),
+    State.ASLEEP: frozenset({State.WAKING, State.DRAINING}),
     # A partial wake ends asleep, and so does one that rolls back.
     State.WAKING: frozenset({State.AWAKE, State.ASLEEP, State.FAULTED}),
     State.FAULTED: frozenset({State.WAKING}),
@@ -77,19 +77,20 @@ class StateMachine:
     """The present state and how it came about."""
 
     def __init__(self) -> None:
-        self._state = State.AWAKE
-        self._since_s = time.monotonic()
-        self._history: deque[Transition] = deque(maxlen=HISTORY_LENGTH)
+        # (transition, monotonic clock at its end). The last one is the state, so that appending is
+        # the whole move and an interrupt cannot leave half of one behind.
+        self._log: deque[tuple[Transition, float]] = deque(maxlen=HISTORY_LENGTH)
+        self._start_s = time.monotonic()
 
     @property
     def state(self) -> State:
         """The present state."""
-        return self._state
+        return self._log[-1][0].target if self._log else State.AWAKE
 
     @property
     def history(self) -> tuple[Transition, ...]:
         """The last few hundred transitions, oldest first."""
-        return tuple(self._history)
+        return tuple(transition for transition, _ in self._log)
 
     def move(self, target: State, *, moved_bytes: int = 0) -> None:
         """Perform one transition: the only way the state changes.
@@ -97,12 +98,11 @@ class StateMachine:
         Raises:
             StateError: the table has no such transition.
         """
-        source = self._state
+        source = self.state
         if target not in TRANSITIONS[source]:
             legal = ", ".join(sorted(state.value for state in TRANSITIONS[source]))
             raise StateError(f"{source.value} cannot become {target.value}; it can become: {legal}")
         now_s = time.monotonic()
-        record = Transition(source, target, time.time(), now_s - self._since_s, moved_bytes)
-        self._history.append(record)
-        self._since_s = now_s
-        self._state = target  # Last, so that an interrupt cannot leave half a move behind.
+        since_s = self._log[-1][1] if self._log else self._start_s
+        record = Transition(source, target, time.time(), now_s - since_s, moved_bytes)
+        self._log.append((record, now_s))

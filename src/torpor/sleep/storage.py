@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,9 +24,19 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The one storage of a tensor, or None: sparse, opaque, a wrapper, or not initialised yet."""
+    if tensor.layout != torch.strided or is_lazy(tensor):
+        return None
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 def nbytes_of(tensor: torch.Tensor) -> int:
     """Bytes that the tensor's elements take, whatever its device."""
-    return tensor.numel() * tensor.element_size()
+    return 0 if is_lazy(tensor) else tensor.numel() * tensor.element_size()
 
 
 def plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -41,17 +52,26 @@ def plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.
 
 def refusal(tensor: torch.Tensor, device: torch.device) -> str | None:
     """Why a tensor's bytes cannot be moved, or None when they can (file mappings aside)."""
+    if is_lazy(tensor):
+        return "not initialised yet; run a forward, then adopt()"
     if tensor.layout != torch.strided:
         return f"layout {tensor.layout} has no single storage"
     if tensor.device.type != device.type:
         return f"lives on {tensor.device}, not on {device}"
-    try:
-        storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
+    storage = storage_of(tensor)
+    if storage is None or not _has_memory(storage):
         return f"{type(tensor).__name__} has no storage that can be moved"
     if device.type == "cpu" and storage.is_shared():
-        return "its memory is shared with other processes"
+        return "its memory is shared with other processes, or with a file that writes go to"
     return None
+
+
+def _has_memory(storage: torch.UntypedStorage) -> bool:
+    """False for the storage of a wrapper class, which has a size and nothing behind it."""
+    try:
+        return storage.nbytes() == 0 or storage.data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 def swap_available() -> bool:
@@ -62,6 +82,23 @@ def swap_available() -> bool:
 def swap(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     """Exchange the memory of two storages of equal size; every alias follows its storage."""
     storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
+
+
+def relocate(
+    storage: torch.UntypedStorage, new: torch.UntypedStorage, found: Iterable[torch.Tensor]
+) -> bool:
+    """Make every alias of a storage look at new memory that holds the same bytes.
+
+    Args:
+        found: aliases that the caller knows; used only where torch has no swap.
+
+    Returns:
+        False when an alias cannot be reached; all of them look at the old memory then.
+    """
+    if swap_available():
+        swap(storage, new)
+        return True
+    return rebind(storage, new, found)
 
 
 def rebind(
@@ -77,9 +114,7 @@ def rebind(
     """
     key = storage_key(old)
     aliases = {id(tensor): tensor for tensor in found}
-    for tensor in living_tensors():
-        if tensor.layout == torch.strided and tensor.device == old.device:
-            aliases.setdefault(id(tensor), tensor)
+    aliases.update((id(tensor), tensor) for tensor in living_tensors())
     users = [tensor for tensor in aliases.values() if _key_or_none(tensor) == key]
     for tensor in users:
         _point(tensor, new)
@@ -104,16 +139,15 @@ def weak(storage: torch.UntypedStorage) -> StorageWeakRef:
     return StorageWeakRef(storage)
 
 
-def bytes_of(storage: torch.UntypedStorage) -> Any:
-    """The storage as a flat uint8 tensor that shares its memory."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage behind a weak reference, or None when no tensor uses it any more."""
+    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return storage
 
 
 def _key_or_none(tensor: torch.Tensor) -> int | None:
-    try:
-        return storage_key(tensor.untyped_storage())
-    except (NotImplementedError, RuntimeError):
-        return None
+    storage = storage_of(tensor)
+    return None if storage is None else storage_key(storage)
 
 
 def _point(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:

@@ -164,10 +164,12 @@ def wake(context: Context, door: Door, rise: Rise) -> None:
 
 def _fill(context: Context, door: Door, rise: Rise) -> None:
     phase = rise.stopwatch.phase
+    # What will be written now gets its pages now; a cache gets them as it fills.
+    filled = {id(entry.arena) for entry in rise.entries if entry.policy.verified}
     with phase("map"):
         for arena in rise.arenas:
             # Mapped whole before anything is copied: a shortage must not cost a copy.
-            arena.remap(arena.nbytes)
+            arena.remap(arena.nbytes, populate=id(arena) in filled)
         rise.mapped_bytes = sum(arena.mapped_bytes for arena in rise.arenas)
     with phase("poison"):
         poison(context, rise.entries)
@@ -184,7 +186,7 @@ def _fill(context: Context, door: Door, rise: Rise) -> None:
         with phase("reload"):
             _reload(context, door, rise)
     with phase("clear"):
-        clear_caches(context, rise.entries)
+        clear_caches(context, rise.entries, fresh=True)
     with phase("rebuild"):
         _rebuild(context, rise)
     _count(rise)
