@@ -517,6 +517,8 @@ def test_a_sleep_waits_for_the_generation_in_progress(
     threads[1].start()
     threads[1].join(0.05)
     assert threads[1].is_alive(), "sleep did not wait"
+    assert not llm.is_sleeping(), "these two answer at once, generation or not"
+    assert not llm.status()["is_paused"]
     go_on.set()
     for thread in threads:
         thread.join(30)
@@ -690,6 +692,18 @@ def test_an_impossible_argument_is_refused(
 ) -> None:
     with pytest.raises(error):
         LLM(**{"model": tiny_folder, **arguments})
+
+
+def test_loading_reports_its_progress_once(tiny_folder: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    with LLM(tiny_folder, progress=lambda *stage: told.append(stage)) as llm:
+        loaded = [(done, total) for stage, done, total in told if stage == "load"]
+        assert loaded[0][0] == 0
+        assert loaded[-1][0] == loaded[-1][1] == sum(t.nbytes for t in tiny_weights(0).values())
+        assert loaded == sorted(loaded)
+        count = len(told)
+        llm.reload_weights()
+        assert len(told) == count
 
 
 def damaged_copy(tiny_folder: Path, tmp_path: Path) -> Path:

@@ -166,6 +166,18 @@ def test_a_changed_source_is_converted_again(tiny_gguf: Path, cache: Path) -> No
     assert not was_converted(tiny_gguf)
 
 
+def test_a_source_that_changes_while_it_is_converted_is_refused(
+    tiny_gguf: Path, cache: Path
+) -> None:
+    def touch(stage: str, done: int, total: int) -> None:
+        if stage == "convert":
+            os.utime(tiny_gguf, ns=(done, done))
+
+    with pytest.raises(CheckpointError, match=r"tiny\.gguf changed while it was converted"):
+        resolve_model(tiny_gguf, progress=touch)
+    assert left_in(cache) == []
+
+
 def test_files_of_one_name_do_not_share_a_folder(tmp_path: Path, cache: Path) -> None:
     paths = [tmp_path / part / "model.gguf" for part in ("a", "b")]
     for path in paths:

@@ -181,6 +181,7 @@ def test_every_token_that_ends_a_turn_ends_generation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "problem"),
     [
+        ({"split.count": 3}, "is one of 3 parts; merge them"),
         ({"llama.block_count": None}, "llama: block_count is missing"),
         ({"llama.embedding_length": "x"}, "embedding_length is 'x'"),
         ({"llama.attention.head_count": 0}, "attention.head_count is 0"),

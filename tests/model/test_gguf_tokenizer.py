@@ -135,6 +135,11 @@ def test_a_damaged_vocabulary_is_refused(
         rebuilt(tmp_path, **metadata)
 
 
+def test_a_byte_without_a_token_is_left_out(tmp_path: Path) -> None:
+    words = ["<none>" if token == "q" else token for token in GGUF_TOKENS]
+    assert tokens(rebuilt(tmp_path, tokens=words), "a quiz") == ["a", "Ġ", "u", "i", "z"]
+
+
 def test_special_tokens_come_from_the_vocabulary(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_str(rebuilt(tmp_path).tokenizer_json)
     added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}

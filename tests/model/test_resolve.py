@@ -64,6 +64,10 @@ def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
         resolve_model(folder)
 
 
+def test_the_ending_of_a_gguf_may_be_in_capitals(tiny_gguf: Path, cache: Path) -> None:
+    assert resolve_model(tiny_gguf.rename(tiny_gguf.with_suffix(".GGUF"))).converted
+
+
 def test_a_gguf_that_is_none_is_a_checkpoint_error(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"not a model")
     with pytest.raises(CheckpointError, match="starts with b'not '"):

@@ -7,6 +7,7 @@ import inspect
 import os
 import subprocess
 import sys
+import sysconfig
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
@@ -290,6 +291,20 @@ def test_calls_through_torch_and_the_standard_library_name_the_caller() -> None:
     first = line_of(test_calls_through_torch_and_the_standard_library_name_the_caller, "nn.Linear")
     assert records.creator_of(linear.weight) == f"{__file__}:{first}"
     assert records.creator_of(twin.bias) == f"{__file__}:{first + 1}"
+
+
+@pytest.mark.parametrize(
+    ("place", "counts"),
+    [("copy.py", False), ("site-packages/other/model.py", True), ("dist-packages/m.py", True)],
+)
+def test_installed_packages_count_and_the_standard_library_does_not(
+    place: str, counts: bool
+) -> None:
+    filename = os.path.join(sysconfig.get_paths()["stdlib"], place)
+    scope: dict[str, torch.Tensor] = {}
+    with building() as records:
+        exec(compile("import torch\nmade = torch.zeros(1)", filename, "exec"), scope)
+    assert (records.creator_of(scope["made"]) == f"{filename}:2") == counts
 
 
 def test_views_and_parameters_share_the_record_of_their_storage() -> None:

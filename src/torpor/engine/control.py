@@ -90,9 +90,8 @@ class SleepControl:
             return report
 
     def is_sleeping(self) -> bool:
-        """Whether any memory is released, or generation is paused."""
-        with self._lock:
-            return not self._closed and (self._paused or self._sleeper.is_sleeping)
+        """Whether any memory is released, or generation is paused. Never waits."""
+        return not self._closed and (self._paused or self._sleeper.is_sleeping)
 
     def release_kv_cache_memory(self) -> SleepReport:
         """Release the KV cache alone; ``wake_up(["kv_cache"])`` brings it back."""
@@ -156,14 +155,10 @@ class SleepControl:
             return self._sleeper.verify()
 
     def status(self) -> dict[str, Any]:
-        """Facts about the model and its memory, JSON-able; sizes in bytes."""
-        with self._lock:
-            self._require_open()
-            return {
-                "model": self._name,
-                "is_paused": self._paused,
-                **self._sleeper.status(),
-            }
+        """Facts about the model and its memory, JSON-able; sizes in bytes. Never waits for a
+        generation."""
+        self._require_open()
+        return {"model": self._name, "is_paused": self._paused, **self._sleeper.status()}
 
     def close(self) -> None:
         """Let go of the model and its memory. Further calls raise StateError; closing again is

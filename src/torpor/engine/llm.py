@@ -21,6 +21,7 @@ from torpor.engine.prompts import Prompt, PromptReader, params_for
 from torpor.engine.runner import ModelRunner
 from torpor.engine.sampler import child_seed
 from torpor.engine.text import Tokenizer
+from torpor.engine.watched_source import WatchedSource
 from torpor.errors import ArgumentError, CheckpointError, RequestError
 from torpor.model.load import build_model
 from torpor.model.resolve import resolve_model
@@ -74,7 +75,7 @@ class LLM(SleepControl):
             spill_dir: folder for host copies that no checkpoint file can serve as.
             poison: fill memory that comes back with NaN patterns before it is restored; None asks
                 the environment, see ``Sleeper``.
-            progress: told of slow parts, see ``resolve_model``.
+            progress: told of the stages of ``resolve_model`` and then of ``load``.
             on_foreign_write: what sleep does when a weight was written outside the door.
             host_copy: when changed weights are copied to the host, see ``Sleeper``.
 
@@ -92,11 +93,12 @@ class LLM(SleepControl):
         config = files.config
         length = resolve_max_model_len(max_model_len, config.max_position_embeddings)
         self._tokenizer = _tokenizer(files)
+        source = WatchedSource(files.source, progress)
         with building() as records:
             module = build_model(files, torch_dtype)
         sleeper = Sleeper(
             module,
-            reload=files.source,
+            reload=source,
             slices=module.slice_table(),
             records=records,
             spill_dir=spill_dir,
@@ -109,6 +111,7 @@ class LLM(SleepControl):
         try:
             self._kv = KVCache.allocate(sleeper, config, length, torch_dtype)
             sleeper.reload_weights()
+            source.unwatch()
         except BaseException:
             self.close()
             raise
@@ -215,7 +218,8 @@ class LLM(SleepControl):
         return self._tokenizer
 
     def status(self) -> dict[str, Any]:
-        """Facts about the model and its memory, JSON-able; sizes in bytes."""
+        """Facts about the model and its memory, JSON-able; sizes in bytes. Never waits for a
+        generation."""
         return {
             "max_model_len": self._kv.capacity,
             "kv_cache_bytes": self._kv.nbytes,

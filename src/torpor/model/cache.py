@@ -47,11 +47,11 @@ def cache_root() -> Path:
         HostCopyError: no home folder is known.
     """
     own, shared = os.environ.get("TORPOR_CACHE"), os.environ.get("XDG_CACHE_HOME", "")
-    if own:
-        return Path(own).expanduser().absolute()
-    if Path(shared).is_absolute():
-        return Path(shared) / "torpor"
     try:
+        if own:
+            return Path(own).expanduser().absolute()
+        if Path(shared).is_absolute():
+            return Path(shared) / "torpor"
         return Path.home() / ".cache" / "torpor"
     except RuntimeError as error:
         raise HostCopyError(f"no home folder ({error}); set TORPOR_CACHE to a folder") from error

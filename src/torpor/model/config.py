@@ -30,8 +30,6 @@ _HARMLESS = frozenset(
         # bookkeeping
         "transformers_version",
         "transformers.js_config",
-        "model_type",
-        "architectures",
         "name_or_path",
         "is_llama_config",
         "tokenizer_class",
@@ -46,7 +44,6 @@ _HARMLESS = frozenset(
         "hidden_dropout",
         "pretraining_tp",
         "torch_dtype",
-        "dtype",
         "use_cache",
         "return_dict",
         "output_hidden_states",
@@ -54,8 +51,6 @@ _HARMLESS = frozenset(
         "torchscript",
         "chunk_size_feed_forward",
         # special tokens
-        "bos_token_id",
-        "eos_token_id",
         "pad_token_id",
         "unk_token_id",
         "sep_token_id",

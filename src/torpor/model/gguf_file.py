@@ -174,6 +174,9 @@ def _config_json(header: GgufHeader, tensors: Mapping[str, GgufTensor]) -> dict[
     architecture = Fields(header.metadata, where).text("general.architecture")
     if architecture != "llama":
         raise ConfigError(f"{where}: GGUF architecture {architecture!r:.80}; torpor reads 'llama'")
+    parts = header.metadata.get("split.count", 1)
+    if parts not in (0, 1):
+        raise ConfigError(f"{where} is one of {parts!r:.20} parts; merge them into one file first")
     prefix = f"{architecture}."
     own = {
         key.removeprefix(prefix): value

@@ -48,6 +48,10 @@ class TokenizerFiles:
 def build_tokenizer(header: GgufHeader) -> TokenizerFiles:
     """Rebuild a tokenizer from GGUF metadata.
 
+    A byte for which the vocabulary has no token is left out of the prompt, as llama.cpp does it.
+    SmolLM2's has none for six control characters, and for lead bytes of planes that hold no
+    characters yet.
+
     Raises:
         CheckpointError: the vocabulary or the merges are damaged.
         ConfigError: the tokenizer's kind is not byte-level BPE, or its way of splitting is unknown.

@@ -42,7 +42,7 @@ def resolve_model(
     path = Path(name)
     if path.is_dir():
         return _folder(name, path)
-    if path.is_file() and path.suffix == ".gguf":
+    if path.is_file() and path.suffix.lower() == ".gguf":
         return _files(name, cached(_gguf(path, progress), progress), True)
     known = ", ".join(EMBEDDED_MODELS)
     problem = "is neither a folder nor a .gguf file" if path.exists() else "does not exist"

@@ -19,15 +19,18 @@ from torch import nn
 from torpor.errors import OwnershipError
 from torpor.sleep.arena import SLOT_ALIGNMENT, Arena, aligned
 from torpor.sleep.classes import OwnershipClass
-from torpor.sleep.ledger import Entry, Ledger, Resident, entry_for, weak_way
+from torpor.sleep.ledger import Entry, Ledger, entry_for, weak_way
 from torpor.sleep.procfs import MemoryMap
-from torpor.sleep.storage import nbytes_of, rebind, refusal, storage_key, swap, swap_available
+from torpor.sleep.residents import DECLARED
+from torpor.sleep.storage import nbytes_of, refusal, relocate, storage_key, swap_available
 
 if TYPE_CHECKING:
     from torpor.sleep.device import Device
     from torpor.sleep.walk import Found
 
 Way = Callable[[torch.Tensor], Callable[[], "torch.Tensor | None"]]
+
+_STEP_BYTES = 16 * 1024 * 1024
 
 # When one storage has names of several classes, the one that demands most of a reload wins.
 _RANK = {OwnershipClass.PARAMETER: 0, OwnershipClass.BUFFER: 1}
@@ -54,19 +57,19 @@ def adopt(
         The new entries. Storages that are owned already only gain their new names.
 
     Raises:
-        OwnershipError: called under inference mode.
-        OutOfMemoryError: no memory for the arena; what has moved stays valid where it is.
+        OwnershipError: inference mode is on, or another storage has a name already.
+        OutOfMemoryError: there is no room for the largest tensor, and nothing has changed; or
+            somebody took the memory meanwhile, and what has moved is owned and valid.
     """
-    refuse_inference_mode()
-    groups = _movable(ledger, device, list(found))
+    items = list(found)
+    check_names(ledger, items)
+    groups = _movable(ledger, device, items, way)
+    if groups:
+        refuse_inference_mode()
     entries: list[Entry] = []
     for tag in dict.fromkeys(group.leader.tag for group in groups):
         members = [group for group in groups if group.leader.tag == tag]
-        sizes = [aligned(group.storage.nbytes(), SLOT_ALIGNMENT) for group in members]
-        arena = Arena(device, sum(sizes), tag)
-        arena.map()
-        entries += [entry for group in members if (entry := _move(ledger, arena, group, way))]
-    device.trim()
+        entries += _move_all(ledger, device, tag, members, way)
     return entries
 
 
@@ -82,58 +85,114 @@ def refuse_inference_mode() -> None:
         )
 
 
-def _movable(ledger: Ledger, device: Device, found: list[Found]) -> list[_Group]:
+def check_names(ledger: Ledger, found: Iterable[Found]) -> None:
+    """Raise unless every name is free, or belongs to the same storage already.
+
+    Raises:
+        OwnershipError: two storages with one name.
+    """
+    given: dict[str, int] = {}
+    for item in found:
+        if refusal(item.tensor, item.tensor.device) is not None:
+            continue
+        storage = item.tensor.untyped_storage()
+        key = storage_key(storage)
+        entry = ledger.get(item.name)
+        taken = entry is not None and entry is not ledger.of_storage(storage)
+        if taken or given.setdefault(item.name, key) != key:
+            raise OwnershipError(
+                f"{item.name!r} is the name of another tensor; use another name for this one"
+            )
+
+
+def refusals(ledger: Ledger, device: Device, found: Iterable[Found]) -> dict[int, str]:
+    """Why bytes cannot be moved, by the ``id`` of the tensor; those that can are not in it."""
+    reasons: dict[int, str] = {}
+    fixed: list[torch.Tensor] = []
+    for item in found:
+        tensor = item.tensor
+        reason = refusal(tensor, device.torch_device)
+        if reason is not None:
+            reasons[id(tensor)] = reason
+            continue
+        storage = tensor.untyped_storage()
+        if not storage.resizable() and ledger.of_storage(storage) is None:
+            fixed.append(tensor)
+    memory = MemoryMap() if fixed and device.torch_device.type == "cpu" else None
+    for tensor in fixed:
+        if memory is not None and not _is_private_file(memory, tensor.untyped_storage()):
+            reasons[id(tensor)] = (
+                "its memory was handed out before (to numpy, or built over foreign memory)"
+            )
+    return reasons
+
+
+def _is_private_file(memory: MemoryMap, storage: torch.UntypedStorage) -> bool:
+    """Whether the bytes are a file's that nobody else looks at through this mapping.
+
+    Not resizable and not a file mapping means that somebody outside torch knows the address.
+    """
+    mapping = memory.find(storage.data_ptr())
+    return mapping is not None and mapping.is_file and mapping.permissions.endswith("p")
+
+
+def _movable(ledger: Ledger, device: Device, found: list[Found], way: Way) -> list[_Group]:
+    """Group what can move by storage; note the rest as resident, and new names of owned bytes."""
+    reasons = refusals(ledger, device, found)
     groups: dict[int, _Group] = {}
     for item in found:
-        reason = refusal(item.tensor, device.torch_device)
+        reason = reasons.get(id(item.tensor))
         if reason is not None:
-            _stay(ledger, item.name, nbytes_of(item.tensor), reason)
+            ledger.residents.note(item.name, item.tensor, reason)
             continue
         storage = item.tensor.untyped_storage()
         owned = ledger.of_storage(storage)
         if owned is not None:
             if item.name not in owned.aliases:
-                ledger.add_alias(owned, item.name, weak_way(item.tensor))
-        elif storage.nbytes() > 0:
+                ledger.add_alias(owned, item.name, way(item.tensor))
+        elif storage.nbytes() > 0 and ledger.residents.reason(item.tensor) not in DECLARED:
             group = groups.setdefault(storage_key(storage), _Group(storage))
             group.found.append(item)
-    fixed = [group for group in groups.values() if not group.storage.resizable()]
-    memory = MemoryMap() if fixed and device.torch_device.type == "cpu" else None
-    exported = {id(group) for group in fixed if memory and _exported(ledger, group, memory)}
-    return [group for group in groups.values() if id(group) not in exported]
+    return list(groups.values())
 
 
-def _exported(ledger: Ledger, group: _Group, memory: MemoryMap) -> bool:
-    storage = group.storage
-    # Not resizable and not a file mapping means that somebody outside torch knows the address.
-    if memory.is_file(storage.data_ptr()):
-        return False
-    reason = "its memory was handed out before (to numpy, or built over foreign memory)"
-    _stay(ledger, group.leader.name, storage.nbytes(), reason)
-    return True
-
-
-def _stay(ledger: Ledger, name: str, nbytes: int, reason: str) -> None:
-    ledger.residents[name] = Resident(name, nbytes, reason)
+def _move_all(
+    ledger: Ledger, device: Device, tag: str, groups: list[_Group], way: Way
+) -> list[Entry]:
+    sizes = [aligned(group.storage.nbytes(), SLOT_ALIGNMENT) for group in groups]
+    arena = Arena(device, sum(sizes), tag)
+    # Mapped as it fills, so that no more room is asked for than the move needs at its peak.
+    step = max(*sizes, _STEP_BYTES)
+    entries: list[Entry] = []
+    for group, size in zip(groups, sizes, strict=True):
+        needed = arena.used_bytes + SLOT_ALIGNMENT + size
+        if needed > arena.mapped_bytes:
+            # What the last steps left in the allocator's hands goes back first.
+            device.trim()
+            arena.map(min(arena.nbytes, max(needed, arena.mapped_bytes + step)))
+        entry = _move(ledger, arena, group, way)
+        entries += [] if entry is None else [entry]
+    device.trim()
+    return entries
 
 
 def _move(ledger: Ledger, arena: Arena, group: _Group, way: Way) -> Entry | None:
-    storage, nbytes = group.storage, group.storage.nbytes()
+    storage, nbytes, leader = group.storage, group.storage.nbytes(), group.leader
     offset = arena.allocate(nbytes)
-    arena.device.move(arena.address + offset, storage.data_ptr(), nbytes)
     new = arena.storage(offset, nbytes)
-    if swap_available():
-        swap(storage, new)
-    elif not rebind(storage, new, [item.tensor for item in group.found]):
-        _stay(ledger, group.leader.name, nbytes, "an alias of it is known to C++ only")
-        return None
-    leader = group.leader
+    holder = storage if swap_available() else new
     entry = entry_for(
-        leader.name, leader.cls, leader.tag, arena, offset, leader.tensor, way(leader.tensor)
+        leader.name, leader.cls, leader.tag, arena, offset, holder, leader.tensor.dtype
     )
-    for item in group.found:
-        entry.aliases[item.name] = way(item.tensor)
+    entry.aliases = {item.name: way(item.tensor) for item in group.found}
+    # Known before it moves: an interrupt must not leave bytes in an arena that nobody keeps.
     ledger.add(entry)
+    arena.device.move(entry.address, storage.data_ptr(), nbytes)
+    if not relocate(storage, new, [item.tensor for item in group.found]):
+        ledger.remove([entry])
+        ledger.residents.note(leader.name, leader.tensor, "an alias of it is known to C++ only")
+        return None
+    ledger.residents.forget(leader.tensor)
     return entry
 
 
@@ -160,7 +219,7 @@ def materialise(
         by_object.setdefault(id(item.tensor), []).append(item)
     if not by_object:
         return []
-    sizes = [aligned(nbytes_of(group[0].tensor), SLOT_ALIGNMENT) for group in by_object.values()]
+    sizes = [_slot_bytes(group[0].tensor) for group in by_object.values()]
     arena = Arena(device, sum(sizes), "weights")
     arena.map(populate=True)
     return [_fill_in(ledger, arena, roots, group) for group in by_object.values()]
@@ -170,20 +229,28 @@ def _fill_in(
     ledger: Ledger, arena: Arena, roots: Mapping[str, nn.Module], group: list[Found]
 ) -> Entry:
     old = group[0].tensor
-    offset = arena.allocate(nbytes_of(old))
+    offset = arena.allocate(_slot_bytes(old))
     data = tensor_in(arena, offset, tuple(old.shape), old.dtype)
-    new = nn.Parameter(data, requires_grad=old.requires_grad)
+    # As nn.Parameter makes itself, and for subclasses of it too.
+    new: torch.Tensor = torch.Tensor._make_subclass(type(old), data, old.requires_grad)
     new.__dict__.update(old.__dict__)
     for item in group:
         module, attribute = _place(roots, item.name)
-        module._parameters[attribute] = new
-    name = group[0].name
-    entry = entry_for(name, OwnershipClass.PARAMETER, "weights", arena, offset, new, weak_way(new))
-    entry.aliases.update({item.name: weak_way(new) for item in group})
+        module._parameters[attribute] = new  # type: ignore[assignment]
+    name, storage = group[0].name, new.untyped_storage()
+    entry = entry_for(
+        name, OwnershipClass.PARAMETER, "weights", arena, offset, storage, new.dtype
+    )
+    entry.aliases = {item.name: weak_way(new) for item in group}
     entry.valid = False
     entry.in_checkpoint = True
     ledger.add(entry)
     return entry
+
+
+def _slot_bytes(tensor: torch.Tensor) -> int:
+    # An empty tensor takes a slot too: no two entries may share a byte.
+    return aligned(max(nbytes_of(tensor), 1), SLOT_ALIGNMENT)
 
 
 def tensor_in(

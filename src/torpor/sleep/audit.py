@@ -6,6 +6,7 @@ and the garbage collector. What it cannot see it says; it is never called comple
 
 from __future__ import annotations
 
+import functools
 import gc
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -16,8 +17,8 @@ import torch
 from torch import nn
 
 from torpor.errors import OwnershipError
-from torpor.sleep.ledger import Resident
-from torpor.sleep.storage import living_tensors, nbytes_of, plain_tensors, storage_key
+from torpor.sleep.residents import DECLARED, UNDECLARED
+from torpor.sleep.storage import living_tensors, nbytes_of, plain_tensors, storage_key, storage_of
 
 if TYPE_CHECKING:
     from torpor.sleep.ledger import Ledger
@@ -31,8 +32,9 @@ REMEDY = (
     "register it as a buffer, or declare it: sleeper.own(tensor, name=..., cls=...); undeclared it "
     "stays resident, which is safe and costs its bytes"
 )
-UNDECLARED = "no owner declared it"
+GRADIENT = "a gradient; pass optimizer= to let it sleep"
 _MAX_DEPTH = 6
+_GRAD = ".grad"
 _OPAQUE = (
     type,
     types.ModuleType,
@@ -120,23 +122,22 @@ def undeclared(
     Raises:
         OwnershipError: ``strict`` and there is one.
     """
+    residents = ledger.residents
+    residents.forget_reason(UNDECLARED)
     seen: set[int] = set()
-    items = [
-        item
-        for name, tensor in reachable_tensors(roots)
-        if (item := _unowned(ledger, seen, name, tensor, device, creator_of, reachable=True))
-    ]
-    ledger.residents = {
-        name: resident
-        for name, resident in ledger.residents.items()
-        if resident.reason != UNDECLARED
-    }
-    strangers = [item for item in items if item.name not in ledger.residents]
+    strangers: list[Unowned] = []
+    for name, tensor in reachable_tensors(roots):
+        item = _unowned(ledger, seen, name, tensor, device, creator_of, reachable=True)
+        if item is None or residents.reason(tensor) is not None:
+            continue
+        if name.endswith(_GRAD):
+            residents.note(name, tensor, GRADIENT)
+            continue
+        strangers.append(item)
+        residents.note(name, tensor, UNDECLARED)
     if strict and strangers:
         shown = "; ".join(_described(item) for item in strangers[:8])
         raise OwnershipError(f"{len(strangers)} tensors have no owner: {shown}. To mend: {REMEDY}")
-    for item in strangers:
-        ledger.residents[item.name] = Resident(item.name, item.nbytes, UNDECLARED)
 
 
 def _described(item: Unowned) -> str:
@@ -154,11 +155,15 @@ def reachable_tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, tor
 def _tensors_in(
     path: str, value: Any, visited: set[int], depth: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, _OPAQUE):
+        return
     if issubclass(type(value), torch.Tensor):
         yield from plain_tensors(path, value)
+        if value.is_leaf and value.grad is not None:
+            yield path + _GRAD, value.grad
         return
     # A registered tree of modules may be deep; only helpers are cut off.
-    if depth > _MAX_DEPTH or id(value) in visited or isinstance(value, _OPAQUE):
+    if depth > _MAX_DEPTH or id(value) in visited:
         return
     visited.add(id(value))
     for name, item in _children(value):
@@ -178,6 +183,8 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(index), item) for index, item in enumerate(list(value)))
     elif isinstance(value, types.MethodType):
         yield "__self__", value.__self__
+    elif isinstance(value, functools.partial):
+        yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     else:
         yield from list(getattr(value, "__dict__", {}).items())
         for name in getattr(type(value), "__slots__", ()):
@@ -195,19 +202,20 @@ def _unowned(
     *,
     reachable: bool,
 ) -> Unowned | None:
-    if tensor.layout == torch.strided and tensor.device.type == device.type:
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
-            return None  # A wrapper: its inner tensors are found by themselves.
-        if storage.nbytes() == 0 or storage_key(storage) in seen or ledger.of_storage(storage):
-            return None
-        seen.add(storage_key(storage))
-        nbytes = storage.nbytes()
-    elif reachable and tensor.device.type == device.type:
-        nbytes = nbytes_of(tensor)
-    else:
+    if tensor.device.type != device.type or ledger.residents.reason(tensor) in DECLARED:
         return None
+    storage = storage_of(tensor)
+    if storage is not None:
+        key, nbytes = storage_key(storage), storage.nbytes()
+        if ledger.of_storage(storage) is not None:
+            return None
+    elif reachable:
+        key, nbytes = id(tensor), nbytes_of(tensor)
+    else:
+        return None  # A wrapper, perhaps: its inner tensors are found by themselves.
+    if nbytes == 0 or key in seen:
+        return None
+    seen.add(key)
     return Unowned(
         name=name or _holder(tensor),
         nbytes=nbytes,

@@ -74,20 +74,19 @@ class _InitGuard:
 
     def install(self) -> None:
         with _PATCHING:
-            self._previous = _skip_inactive(nn.Module.__init__)
+            self._previous = nn.Module.__init__
             self._wrapper = self._make_wrapper()
             self._active = True
             _set_module_init(self._wrapper)
 
     def remove(self) -> None:
-        """Take this wrapper out of the chain; under a foreign patch it only lets calls through."""
+        """Let calls through, and take the wrappers that only do so off the top of the chain.
+
+        Under an active wrapper or a foreign patch this one waits for the next removal.
+        """
         with _PATCHING:
             self._active = False
             _set_module_init(_skip_inactive(nn.Module.__init__))
-            above = _guard_of(nn.Module.__init__)
-            while above is not None:
-                above._previous = _skip_inactive(above._previous)
-                above = _guard_of(above._previous)
 
     def _make_wrapper(self) -> Callable[..., None]:
         @functools.wraps(self._previous)
@@ -241,17 +240,15 @@ class CreationRecords:
 
 def _internal_file_test() -> Callable[[str], bool]:
     """A test for files of torch, the standard library, generated code and this room."""
-    paths = sysconfig.get_paths()
-    rooms = [os.path.dirname(torch.__file__), os.path.dirname(__file__)]
-    internal = (*(os.path.join(room, "") for room in rooms), "<")
-    standard = os.path.join(paths["stdlib"], "")
-    # Installed packages lie below the standard library's folder.
-    installed = tuple(os.path.join(paths[kind], "") for kind in ("purelib", "platlib"))
+    folders = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+    internal = (*(os.path.join(folder, "") for folder in folders), "<")
+    standard = os.path.join(sysconfig.get_paths()["stdlib"], "")
 
     def is_internal(filename: str) -> bool:
         if filename.startswith(internal):
             return True
-        return filename.startswith(standard) and not filename.startswith(installed)
+        # Installed packages may lie below the standard library's folder.
+        return filename.startswith(standard) and "-packages" not in filename
 
     return is_internal
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from torpor.sleep.coverage import gaps
 from torpor.sleep.ledger import Entry, Ledger
 from torpor.sleep.states import StateMachine, TagState
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from torpor.sleep.device import Device
     from torpor.sleep.host import HostStore
     from torpor.sleep.poison import Poison
-    from torpor.sleep.source import SliceTable, WeightSource
+    from torpor.sleep.source import SliceTable, WeightSlice, WeightSource
 
 
 @dataclass(slots=True)
@@ -54,21 +55,30 @@ class Context:
             return TagState.RESIDENT
         return TagState.MAPPED_INVALID
 
-    def missing(self, tags: Iterable[str]) -> list[str]:
-        """Names without valid content; for fused tensors the checkpoint names not yet written.
+    def slices_of(self, entry: Entry) -> tuple[WeightSlice, ...]:
+        """The checkpoint names that fill an entry, in row order; of tied names the first known."""
+        by_parameter = self.slices.by_parameter()
+        return next((by_parameter[name] for name in entry.aliases if name in by_parameter), ())
 
-        Tensors that a rebuild will fill once their sources are valid are not listed.
+    def missing(self, tags: Iterable[str]) -> list[str]:
+        """Names without valid content: those of the checkpoint that were not written yet, where it
+        has any for a tensor, else owned names.
+
+        Tensors that a rebuild will fill once their sources are there are listed only if nothing
+        else is.
         """
         names: list[str] = []
-        by_parameter = self.slices.by_parameter()
+        waiting: list[str] = []
         for entry in self.ledger.in_tags(tags):
-            if not entry.valid and not self._waits_for_sources(entry):
-                fused = [part.name for part in by_parameter.get(entry.name, ()) if part.length]
-                gaps = [name for name in fused if name not in entry.covered]
-                names += gaps or [entry.name]
-        return names
+            if entry.valid:
+                continue
+            if self._waits_for_sources(entry):
+                waiting.append(entry.name)
+                continue
+            names += gaps(self.slices, entry) or [entry.name]
+        return names or waiting
 
     def _waits_for_sources(self, entry: Entry) -> bool:
         return entry.rebuild is not None and not all(
-            self.ledger[name].valid for name in entry.sources
+            source.valid and source.arena.is_mapped for source in self.ledger.sources_of(entry)
         )

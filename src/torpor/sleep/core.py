@@ -82,6 +82,7 @@ class SleeperCore:
         self._lock = threading.RLock()
         self._busy: int | None = None
         self._closed = False
+        self._escaped: tuple[str, ...] = ()
         self._roots = named_modules(modules)
         self._optimizers = named_optimizers(optimizer)
         self._creator_of = records.creator_of if records is not None else lambda _tensor: None
@@ -178,11 +179,17 @@ class SleeperCore:
     def _rescan(self, tags: Sequence[str]) -> tuple[str, ...]:
         """Before a sleep: notice what has left, and own what an optimizer has made since."""
         context = self._context
-        escaped = notice_escapes(context.ledger, self._found())
-        if "optimizer" in tags and "optimizer" not in context.released and self._optimizers:
-            found = optimizer_tensors(self._optimizers, self._roots)
-            status.take_digests(context, adopt(context.ledger, context.device, found))
+        wanted = "optimizer" in tags and "optimizer" not in context.released
+        found = list(optimizer_tensors(self._optimizers, self._roots)) if wanted else []
+        self._notice(found, optimizer=wanted)
+        status.take_digests(context, adopt(context.ledger, context.device, found))
+        escaped, self._escaped = self._escaped, ()
         return escaped
+
+    def _notice(self, more: Sequence[Found] = (), *, optimizer: bool = False) -> None:
+        """Look for tensors that have left; the next sleep reports them."""
+        found = [*self._found(), *more]
+        self._escaped += notice_escapes(self._context, found, optimizer=optimizer)
 
     def _note_undeclared(self, *, strict: bool) -> None:
         context = self._context

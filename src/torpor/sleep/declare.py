@@ -6,26 +6,30 @@ rebuild, or by which reset. Declaring a tensor that is owned already changes its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torpor.errors import ArgumentError, OwnershipError
-from torpor.sleep.adopt import adopt, refuse_inference_mode, tensor_in
+from torpor.sleep.adopt import adopt, check_names, refusals, refuse_inference_mode, tensor_in
 from torpor.sleep.arena import Arena
 from torpor.sleep.choices import one_of
 from torpor.sleep.classes import POLICIES, TAGS, OwnershipClass
 from torpor.sleep.derive import rebuild_stale
-from torpor.sleep.ledger import Entry, Resident, entry_for, strong_way
+from torpor.sleep.ledger import Entry, entry_for, strong_way
+from torpor.sleep.residents import DECLARED_RUNTIME, DECLARED_SYNC
 from torpor.sleep.status import take_digests
-from torpor.sleep.storage import nbytes_of, swap
+from torpor.sleep.storage import alive, nbytes_of, relocate, storage_of
 from torpor.sleep.walk import Found, nested_tensors
 
 if TYPE_CHECKING:
     from torpor.sleep.context import Context
     from torpor.sleep.ledger import Rebuild
+
+Aliases = Mapping[str, Callable[[], "torch.Tensor | None"]]
+_DECLARED_FIELDS = ("cls", "sources", "rebuild", "reset", "stale", "in_checkpoint")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +48,12 @@ def declare(context: Context, tensors: Any, declaration: Declaration) -> list[En
     """Own a tensor, or every tensor in a nested container.
 
     Returns:
-        The entries; none for what stays resident (``RUNTIME``, or ``SYNC`` without a reset).
+        The entries; none for what stays resident (``RUNTIME``, or ``SYNC`` without a reset) and for
+        empty tensors.
 
     Raises:
-        OwnershipError: a leaf is not a tensor, a source has no owner, or the tensor cannot be
-            moved.
+        OwnershipError: a leaf is not a tensor, a source has no owner, the tensor cannot be moved,
+            or its rebuild fails; nothing is owned that was not before.
         ArgumentError: the declaration lacks what its class needs.
     """
     refuse_inference_mode()
@@ -58,21 +63,26 @@ def declare(context: Context, tensors: Any, declaration: Declaration) -> list[En
         raise OwnershipError(f"{declaration.name!r} holds no tensor; declare it when it does")
     if stays_resident(declaration):
         for name, tensor in named:
-            reason = f"declared {declaration.cls.value}"
-            context.ledger.residents[name] = Resident(name, nbytes_of(tensor), reason)
+            _let_go(context, tensor)
+            context.ledger.residents.note(name, tensor, _resident_reason(declaration))
         return []
     tag = _tag_of(declaration)
-    for _name, tensor in named:
-        _make_room(context, tensor, tag)
     found = [Found(name, tensor, declaration.cls, tag) for name, tensor in named]
-    adopt(context.ledger, context.device, found, way=strong_way)
-    entries = [entry for name, _ in named if (entry := context.ledger.get(name))]
-    if len(entries) < len(named):
-        refused = [context.ledger.residents[n] for n, _ in named if n not in context.ledger]
-        raise OwnershipError(f"cannot own {refused[0].name!r}: {refused[0].reason}")
-    for entry in dict.fromkeys(entries):
-        _instruct(entry, declaration, sources)
-    _make_official(context, entries)
+    _check_movable(context, found)
+    before = [_Instructions(entry) for entry in _owned(context, found) if entry.tag == tag]
+    old_names = [(item.tensor, _make_room(context, item.tensor, tag)) for item in found]
+    moved = adopt(context.ledger, context.device, found, way=strong_way)
+    _give_names_back(context, old_names)
+    entries = _owned(context, found)
+    try:
+        for entry in entries:
+            _instruct(entry, declaration, sources)
+        _make_official(context, entries)
+    except BaseException:
+        for instructions in before:
+            instructions.put_back()
+        _disown(context, moved)
+        raise
     return entries
 
 
@@ -83,36 +93,38 @@ def allocate(
 
     Raises:
         OutOfMemoryError: there is no memory for it.
-        ArgumentError: a negative size, or the declaration lacks what its class needs.
+        OwnershipError: the name is taken, a source has no owner, or the rebuild fails.
+        ArgumentError: an impossible shape or dtype, or the declaration lacks what its class needs.
     """
     refuse_inference_mode()
     sources = _checked_sources(context, declaration)
-    if any(size < 0 for size in shape):
-        raise ArgumentError(f"shape {tuple(shape)} has a negative size")
     if stays_resident(declaration):
         raise ArgumentError(f"{declaration.cls.value} memory is not released; use torch.zeros")
-    probe = torch.empty(tuple(shape), dtype=dtype, device="meta")
-    arena = Arena(context.device, nbytes_of(probe), declaration.name)
+    if declaration.name in context.ledger:
+        raise OwnershipError(f"{declaration.name!r} is owned already; allocate under another name")
+    nbytes = max(_bytes_needed(shape, dtype), 1)
+    arena = Arena(context.device, nbytes, declaration.name)
     arena.map()
-    offset = arena.allocate(max(nbytes_of(probe), 1))
+    offset = arena.allocate(nbytes)
     tensor = tensor_in(arena, offset, tuple(shape), dtype)
     entry = entry_for(
-        declaration.name, declaration.cls, _tag_of(declaration), arena, offset, tensor,
-        strong_way(tensor),
+        declaration.name, declaration.cls, _tag_of(declaration), arena, offset,
+        tensor.untyped_storage(), dtype,
     )  # fmt: skip
+    entry.aliases = {declaration.name: strong_way(tensor)}
     _instruct(entry, declaration, sources)
     context.ledger.add(entry)
-    _make_official(context, [entry])
+    try:
+        _make_official(context, [entry])
+    except BaseException:
+        context.ledger.remove([entry])
+        raise
     return tensor
 
 
 def leave(context: Context) -> None:
     """Move every owned byte back to ordinary memory; the arenas go with their last storage."""
-    for entry in list(context.ledger):
-        tensor = entry.tensor()
-        if tensor is not None:
-            _to_ordinary_memory(tensor)
-    context.ledger.remove(list(context.ledger))
+    _disown(context, list(context.ledger))
 
 
 def stays_resident(declaration: Declaration) -> bool:
@@ -133,13 +145,21 @@ def _checked_sources(context: Context, declaration: Declaration) -> tuple[str, .
 
 def _source_name(context: Context, name: str, source: str | torch.Tensor) -> str:
     if isinstance(source, str):
-        entry = context.ledger.get(source)
+        known, what = source if source in context.ledger else None, repr(source)
     else:
-        entry = context.ledger.of_storage(source.untyped_storage())
-    if entry is None:
-        what = repr(source) if isinstance(source, str) else f"a {tuple(source.shape)} tensor"
+        known, what = _name_of(context, source), f"a {tuple(source.shape)} tensor"
+    if known is None:
         raise OwnershipError(f"source {what} of {name!r} has no owner; declare sources first")
-    return entry.name
+    return known
+
+
+def _name_of(context: Context, tensor: torch.Tensor) -> str | None:
+    storage = storage_of(tensor)
+    entry = None if storage is None else context.ledger.of_storage(storage)
+    if entry is None:
+        return None
+    # A tie may end: the name under which the owner knows it is the one to follow.
+    return next((name for name, way in entry.aliases.items() if way() is tensor), entry.name)
 
 
 def _tag_of(declaration: Declaration) -> str:
@@ -148,19 +168,87 @@ def _tag_of(declaration: Declaration) -> str:
     return tag
 
 
-def _make_room(context: Context, tensor: torch.Tensor, tag: str) -> None:
+def _resident_reason(declaration: Declaration) -> str:
+    runtime = declaration.cls is OwnershipClass.RUNTIME
+    return DECLARED_RUNTIME if runtime else DECLARED_SYNC
+
+
+def _bytes_needed(shape: Sequence[int], dtype: torch.dtype) -> int:
+    try:
+        return nbytes_of(torch.empty(tuple(shape), dtype=dtype, device="meta"))
+    except (TypeError, RuntimeError) as error:
+        raise ArgumentError(f"cannot allocate shape {shape!r} of {dtype!r}: {error}") from error
+
+
+def _check_movable(context: Context, found: Sequence[Found]) -> None:
+    """Raise before anything has moved when one of the tensors cannot."""
+    reasons = refusals(context.ledger, context.device, found)
+    for item in found:
+        reason = reasons.get(id(item.tensor))
+        if reason is not None:
+            raise OwnershipError(f"cannot own {item.name!r}: {reason}")
+    check_names(context.ledger, found)
+
+
+def _owned(context: Context, found: Sequence[Found]) -> list[Entry]:
+    owners = (context.ledger.of_storage(item.tensor.untyped_storage()) for item in found)
+    return list(dict.fromkeys(entry for entry in owners if entry is not None))
+
+
+class _Instructions:
+    """How one entry was declared before."""
+
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
+        self._fields = {name: getattr(entry, name) for name in _DECLARED_FIELDS}
+
+    def put_back(self) -> None:
+        for name, value in self._fields.items():
+            setattr(self._entry, name, value)
+
+
+def _make_room(context: Context, tensor: torch.Tensor, tag: str) -> Aliases:
     """Let go of a tensor owned under another tag, since memory is released tag by tag."""
     entry = context.ledger.of_storage(tensor.untyped_storage())
-    if entry is not None and entry.tag != tag:
-        context.ledger.remove([entry])
-        _to_ordinary_memory(tensor)
+    return {} if entry is None or entry.tag == tag else _let_go(context, tensor)
 
 
-def _to_ordinary_memory(tensor: torch.Tensor) -> None:
-    storage = tensor.untyped_storage()
+def _let_go(context: Context, tensor: torch.Tensor) -> Aliases:
+    """Take a tensor out of its arena if it is owned; returns the names that it had."""
+    storage = storage_of(tensor)
+    entry = None if storage is None else context.ledger.of_storage(storage)
+    if entry is None:
+        return {}
+    _disown(context, [entry])
+    if context.ledger.of_storage(tensor.untyped_storage()) is entry:
+        raise OwnershipError(f"{entry.name!r} cannot move again: an alias is known to C++ only")
+    return entry.aliases
+
+
+def _give_names_back(
+    context: Context, old_names: Sequence[tuple[torch.Tensor, Aliases]]
+) -> None:
+    for tensor, aliases in old_names:
+        entry = context.ledger.of_storage(tensor.untyped_storage())
+        for name, way in aliases.items():
+            if entry is not None and name not in context.ledger:
+                context.ledger.add_alias(entry, name, way)
+
+
+def _disown(context: Context, entries: Sequence[Entry]) -> None:
+    """Move entries to ordinary memory; one that cannot move stays in its arena, and owned."""
+    gone = [entry for entry in entries if _to_ordinary_memory(entry)]
+    context.ledger.remove(gone)
+
+
+def _to_ordinary_memory(entry: Entry) -> bool:
+    storage = alive(entry.storage)
+    if storage is None or storage.data_ptr() != entry.address:
+        return True
     ordinary = torch.UntypedStorage(storage.nbytes(), device=storage.device)
     ordinary.copy_(storage)
-    swap(storage, ordinary)
+    known = (way() for way in entry.aliases.values())
+    return relocate(storage, ordinary, [tensor for tensor in known if tensor is not None])
 
 
 def _instruct(entry: Entry, declaration: Declaration, sources: tuple[str, ...]) -> None:
@@ -173,5 +261,4 @@ def _instruct(entry: Entry, declaration: Declaration, sources: tuple[str, ...]) 
 
 
 def _make_official(context: Context, entries: list[Entry]) -> None:
-    rebuild_stale(context)
-    take_digests(context, entries)
+    take_digests(context, [*entries, *rebuild_stale(context)])

@@ -1,8 +1,8 @@
 """Rebuilding what is computed from other owned tensors: derived weights, and refills of caches.
 
 A rebuild runs when every source is mapped and valid, sources before dependants, in place: the
-address that a graph or a peer has seen never changes. The ledger lists sources before what is
-declared on them, so its order is already a topological one.
+address that a graph or a peer has seen never changes. A source that has left its memory stays
+resident, so it is always there.
 """
 
 from __future__ import annotations
@@ -16,31 +16,74 @@ from torpor.errors import OwnershipError
 
 if TYPE_CHECKING:
     from torpor.sleep.context import Context
-    from torpor.sleep.ledger import Entry
+    from torpor.sleep.ledger import Entry, Ledger
+
+
+def sources_first(ledger: Ledger) -> list[Entry]:
+    """Every entry, each after those it is computed from; otherwise in placement order."""
+    ordered: dict[int, Entry] = {}
+    visited: set[int] = set()
+
+    def visit(entry: Entry) -> None:
+        if id(entry) not in visited:
+            visited.add(id(entry))
+            for source in ledger.sources_of(entry):
+                visit(source)
+            ordered[id(entry)] = entry
+
+    for entry in ledger:
+        visit(entry)
+    return list(ordered.values())
+
+
+def refuse_cycle(ledger: Ledger, name: str, owned: Iterable[Entry], sources: Iterable[str]) -> None:
+    """Raise when tensors that are owned already would be computed from themselves.
+
+    Raises:
+        OwnershipError: one of ``owned`` is a source, or a source of a source.
+    """
+    targets = {id(entry) for entry in owned}
+    due = [entry for source in sources if (entry := ledger.get(source)) is not None]
+    seen: set[int] = set()
+    while due:
+        entry = due.pop()
+        if id(entry) in targets:
+            raise OwnershipError(
+                f"{name!r} would be computed from itself, through {entry.name!r}; take it out of "
+                "the sources"
+            )
+        if id(entry) not in seen:
+            seen.add(id(entry))
+            due += ledger.sources_of(entry)
 
 
 def dependants(context: Context, changed: Iterable[Entry]) -> list[Entry]:
     """Every entry computed, directly or not, from the changed ones; sources first."""
     moved = {id(entry) for entry in changed}
     found: list[Entry] = []
-    for entry in context.ledger:
-        sources = (context.ledger[name] for name in entry.sources)
-        if entry.rebuild is not None and any(id(source) in moved for source in sources):
+    for entry in sources_first(context.ledger):
+        if entry.rebuild is not None and any(
+            id(source) in moved for source in context.ledger.sources_of(entry)
+        ):
             moved.add(id(entry))
             found.append(entry)
     return found
 
 
 def can_rebuild(context: Context, entry: Entry) -> bool:
-    """Whether the entry and all its sources are mapped, and the sources valid."""
+    """Whether the entry and all its sources are mapped, and the sources valid and up to date."""
     if entry.rebuild is None or not entry.arena.is_mapped:
         return False
-    sources = [context.ledger[name] for name in entry.sources]
-    return all(source.valid and source.arena.is_mapped for source in sources)
+    return all(
+        source.valid and not source.stale and source.arena.is_mapped
+        for source in context.ledger.sources_of(entry)
+    )
 
 
 def rebuild_stale(context: Context, before: Callable[[Entry], None] | None = None) -> list[Entry]:
     """Rebuild every stale or invalid entry that can be, sources first.
+
+    An entry whose rebuild fails is invalid afterwards.
 
     Args:
         before: called with each entry before its bytes change.
@@ -52,15 +95,16 @@ def rebuild_stale(context: Context, before: Callable[[Entry], None] | None = Non
         OwnershipError: a rebuild failed, or returned another shape or dtype.
     """
     rebuilt: list[Entry] = []
-    for entry in context.ledger:
-        if entry.rebuild is None or not (entry.stale or not entry.valid):
-            continue
-        if can_rebuild(context, entry):
+    due = [entry for entry in sources_first(context.ledger) if entry.rebuild is not None]
+    for entry in due:
+        if (entry.stale or not entry.valid) and can_rebuild(context, entry):
             if before is not None:
                 before(entry)
+            entry.valid = False  # Half a rebuild is not content.
             _run(entry)
-            entry.valid = True
+            entry.by_hand = False
             entry.stale = False
+            entry.valid = True
             rebuilt.append(entry)
     return rebuilt
 
@@ -77,6 +121,11 @@ def _run(entry: Entry) -> None:
         raise OwnershipError(f"the rebuild of {entry.name!r} failed: {error}") from error
     if value is None:
         return
+    if not isinstance(value, torch.Tensor):
+        raise OwnershipError(
+            f"the rebuild of {entry.name!r} returned a {type(value).__name__}; return a tensor, or "
+            "None after writing in place"
+        )
     if value.shape != target.shape or value.dtype != target.dtype:
         raise OwnershipError(
             f"the rebuild of {entry.name!r} returned {tuple(value.shape)} {value.dtype}, not "

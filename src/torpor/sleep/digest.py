@@ -26,3 +26,11 @@ def local_digests(ranges: Iterable[tuple[int, int]]) -> list[str]:
     return [
         local_digest((ctypes.c_ubyte * nbytes).from_address(address)) for address, nbytes in ranges
     ]
+
+
+def local_digest_of_parts(parts: Iterable[Buffer]) -> str:
+    """The same digest for bytes that come in several buffers, one after the other."""
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()

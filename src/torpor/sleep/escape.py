@@ -6,54 +6,124 @@ If somebody still holds the old tensor, its bytes stay owned, as a buffer, so th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from torpor.sleep.classes import OwnershipClass
-from torpor.sleep.ledger import Resident
-from torpor.sleep.storage import nbytes_of
+from torpor.sleep.derive import dependants, rebuild_stale
+from torpor.sleep.ledger import is_weak, weak_way
+from torpor.sleep.status import take_digests
+from torpor.sleep.storage import storage_of
 
 if TYPE_CHECKING:
     import torch
 
+    from torpor.sleep.context import Context
     from torpor.sleep.ledger import Entry, Ledger
     from torpor.sleep.walk import Found
 
+LEFT = "left its memory after adoption (moved or replaced); adopt() it again"
+NEW = "made after adoption; adopt() it"
 
-def notice_escapes(ledger: Ledger, found: Iterable[Found]) -> tuple[str, ...]:
+
+def notice_escapes(
+    context: Context, found: Collection[Found], *, optimizer: bool
+) -> tuple[str, ...]:
     """Compare every name with its slot and bring the ledger up to date.
 
+    Tensors computed from one that was replaced are rebuilt, and ``weights_epoch`` moves.
+
+    Args:
+        found: everything the modules hold now; with ``optimizer`` also what the optimizers hold.
+
     Returns:
-        Names that have left since the last look.
+        Names of module tensors that have left owned memory since the last look.
     """
-    escaped = [
-        item
-        for item in found
-        if (entry := ledger.get(item.name)) is not None and not _in_slot(entry, item.tensor)
-    ]
-    for item in escaped:
-        entry = ledger[item.name]
-        ledger.drop_alias(entry, item.name)
-        reason = "left its memory after adoption (moved or replaced)"
-        ledger.residents[item.name] = Resident(item.name, nbytes_of(item.tensor), reason)
-        if not entry.aliases:
-            _keep_for_others(ledger, entry, item.name)
+    ledger = context.ledger
+    left = [item for item in found if _has_left(ledger, item)]
+    for item in left:
+        _take_away(ledger, ledger[item.name], item.name)
+    for item in left:
+        _put_where_it_is(ledger, item)
+    _drop_vanished(ledger, {item.name for item in found}, optimizer=optimizer)
     ledger.remove([entry for entry in ledger if not entry.is_alive])
-    return tuple(item.name for item in escaped)
+    for item in found:
+        _note_newcomer(ledger, item)
+    # Gradients and optimizer state come and go with every step; that is no escape.
+    names = [item.name for item in left if item.tag != "optimizer"]
+    if names:
+        context.epochs.weights += 1
+        _rebuild_dependants(context, frozenset(names))
+    return tuple(name for name in names if name not in ledger)
 
 
-def _in_slot(entry: Entry, tensor: torch.Tensor) -> bool:
-    try:
-        storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
+def _has_left(ledger: Ledger, item: Found) -> bool:
+    entry = ledger.get(item.name)
+    if entry is None:
         return False
-    return storage.device.type == entry.arena.device.torch_device.type and (
-        storage.data_ptr() == entry.address
-    )
+    storage = storage_of(item.tensor)
+    return storage is None or ledger.of_storage(storage) is not entry
 
 
-def _keep_for_others(ledger: Ledger, entry: Entry, name: str) -> None:
+def _take_away(ledger: Ledger, entry: Entry, name: str) -> None:
+    """Take a name from an entry; without any name left its bytes are kept for who holds them."""
+    way = entry.aliases[name]
+    ledger.drop_alias(entry, name)
+    if entry.aliases or not entry.is_alive:
+        return
+    kept, number = f"{name} (replaced)", 2
+    while kept in ledger:
+        kept, number = f"{name} (replaced {number})", number + 1
     entry.cls = OwnershipClass.BUFFER
     entry.in_checkpoint = False
-    entry.name = f"{name} (replaced)"
-    ledger.add_alias(entry, entry.name, lambda: None)
+    entry.sources, entry.rebuild, entry.stale = (), None, False
+    entry.name = kept
+    ledger.add_alias(entry, kept, lambda: _if_in_slot(entry, way()))
+
+
+def _if_in_slot(entry: Entry, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    storage = None if tensor is None else storage_of(tensor)
+    return tensor if storage is not None and storage.data_ptr() == entry.address else None
+
+
+def _put_where_it_is(ledger: Ledger, item: Found) -> None:
+    """Give a name that has left to the entry whose bytes it uses now, or note it as resident."""
+    storage = storage_of(item.tensor)
+    entry = None if storage is None else ledger.of_storage(storage)
+    if entry is None:
+        ledger.residents.note(item.name, item.tensor, LEFT)
+    else:
+        ledger.add_alias(entry, item.name, weak_way(item.tensor))
+
+
+def _drop_vanished(ledger: Ledger, names: Collection[str], *, optimizer: bool) -> None:
+    """Take away names that no module has any more; declared names are their owner's."""
+    for entry in list(ledger):
+        if entry.tag == "optimizer" and not optimizer:
+            continue
+        gone = [name for name, way in entry.aliases.items() if is_weak(way) and name not in names]
+        for name in gone:
+            _take_away(ledger, entry, name)
+
+
+def _note_newcomer(ledger: Ledger, item: Found) -> None:
+    if item.name in ledger or item.tag == "optimizer":
+        return
+    storage = storage_of(item.tensor)
+    if storage is not None and (storage.nbytes() == 0 or ledger.of_storage(storage) is not None):
+        return
+    if ledger.residents.reason(item.tensor) is None:
+        ledger.residents.note(item.name, item.tensor, NEW)
+
+
+def _rebuild_dependants(context: Context, names: Collection[str]) -> None:
+    direct = [
+        entry
+        for entry in context.ledger
+        if entry.rebuild is not None and any(source in names for source in entry.sources)
+    ]
+    for entry in [*direct, *dependants(context, direct)]:
+        entry.stale = True
+        if not entry.arena.is_mapped:
+            entry.digest = None  # What its host copy holds is not official any more.
+    take_digests(context, rebuild_stale(context))

@@ -12,16 +12,20 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from torpor.errors import ArgumentError, HostCopyError, HostFullError
+from torpor.sleep.digest import local_digest_of_parts
 from torpor.sleep.source import FileExtent
 from torpor.sleep.spill import SpillFile, default_folder
 
 MEDIA = ("file", "memory")
 """Where a store keeps copies that no checkpoint file holds."""
+
+_CHUNK_BYTES = 1024 * 1024
 
 
 class HostCopy(Protocol):
@@ -40,6 +44,10 @@ class HostCopy(Protocol):
     @property
     def kind(self) -> str:
         """``checkpoint``, ``file`` or ``memory``."""
+        ...
+
+    def is_current(self) -> bool:
+        """Whether the bytes can be expected to be there still, as far as a cheap look tells."""
         ...
 
     def read_into(self, target: memoryview) -> None:
@@ -88,24 +96,47 @@ class CheckpointCopy:
 
     def is_current(self) -> bool:
         """Whether every file still looks as it did when this copy was made."""
+        # A look, not a proof: the digest is compared whenever the bytes are used.
         try:
             return all(file_stamp(path) == stamp for path, stamp in self._stamps.items())
+        except HostCopyError:
+            return False
+
+    def is_exact(self) -> bool:
+        """Whether the files hold these very bytes: reads all of them, once, from page cache."""
+        try:
+            return local_digest_of_parts(self._chunks()) == self.digest
         except HostCopyError:
             return False
 
     def read_into(self, target: memoryview) -> None:
         done = 0
         for extent in self._extents:
-            try:
-                descriptor = os.open(extent.path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise HostCopyError(f"cannot open {extent.path}: {error}") from error
-            try:
+            with _opened(extent.path) as descriptor:
                 part = target[done : done + extent.nbytes]
                 read_exactly(descriptor, part, extent.offset, str(extent.path))
-            finally:
-                os.close(descriptor)
             done += extent.nbytes
+
+    def _chunks(self) -> Iterator[memoryview]:
+        buffer = memoryview(bytearray(min(_CHUNK_BYTES, max(self.nbytes, 1))))
+        for extent in self._extents:
+            with _opened(extent.path) as descriptor:
+                for done in range(0, extent.nbytes, len(buffer)):
+                    chunk = buffer[: min(len(buffer), extent.nbytes - done)]
+                    read_exactly(descriptor, chunk, extent.offset + done, str(extent.path))
+                    yield chunk
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise HostCopyError(f"cannot open {path}: {error}") from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def file_stamp(path: Path) -> tuple[int, int, int, int]:
@@ -141,6 +172,9 @@ class _FileCopy(_StoredCopy):
         self._spill = spill
         self._offset = offset
 
+    def is_current(self) -> bool:
+        return self._spill.is_open
+
     def read_into(self, target: memoryview) -> None:
         read_exactly(self._spill.descriptor, target, self._offset, self._spill.what)
 
@@ -153,6 +187,9 @@ class _MemoryCopy(_StoredCopy):
     ) -> None:
         super().__init__(digest, nbytes, on_release)
         self._region = region
+
+    def is_current(self) -> bool:
+        return True
 
     def read_into(self, target: memoryview) -> None:
         target[:] = memoryview(self._region)[: self.nbytes]
@@ -224,11 +261,12 @@ class HostStore:
             return copy, len(data)
 
     def close(self) -> None:
-        """Close the spill file. Copies still held can no longer be read."""
+        """Close the spill file. Copies still held can no longer be read, and say so."""
         with self._lock:
             if self._spill is not None:
                 self._spill.close()
                 self._spill = None
+            self._copies.clear()
 
     def _to_file(self, digest: str, data: memoryview) -> HostCopy:
         if self._spill is None:
@@ -243,7 +281,13 @@ class HostStore:
                 f"a host copy of {nbytes} bytes does not fit under host_memory_limit={limit}: "
                 f"{self.memory_bytes} are in use; raise the limit or sleep at level 2"
             )
-        region = mmap.mmap(-1, max(nbytes, 1))
+        try:
+            region = mmap.mmap(-1, max(nbytes, 1))
+        except OSError as error:
+            raise HostFullError(
+                f"no host memory for a copy of {nbytes} bytes: {error}; free some or sleep at "
+                "level 2"
+            ) from error
         memoryview(region)[:nbytes] = data
         self.memory_bytes += nbytes
         return _MemoryCopy(region, digest, nbytes, lambda: self._forget(nbytes))

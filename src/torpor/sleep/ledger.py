@@ -9,15 +9,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from torpor.errors import OwnershipError
 from torpor.sleep.classes import POLICIES, OwnershipClass, Policy
-from torpor.sleep.storage import alive, nbytes_of, storage_key, storage_of, weak
+from torpor.sleep.residents import Residents
+from torpor.sleep.storage import alive, storage_key, weak
 
 if TYPE_CHECKING:
+    import torch
     from torch.multiprocessing.reductions import StorageWeakRef
 
     from torpor.sleep.arena import Arena
@@ -26,23 +26,6 @@ if TYPE_CHECKING:
 
 Rebuild = Callable[[], "torch.Tensor | None"]
 """Recomputes a tensor: writes it in place and returns None, or returns the new value."""
-
-
-Holder = Callable[[], "torch.Tensor | torch.UntypedStorage | None"]
-"""Finds a resident without keeping it alive."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resident:
-    """Bytes that sleep cannot release, and why."""
-
-    name: str
-    nbytes: int
-    reason: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
-        return {"name": self.name, "resident_bytes": self.nbytes, "reason": self.reason}
 
 
 @dataclass(eq=False, slots=True)
@@ -72,6 +55,8 @@ class Entry:
     """Whether the memory holds official content (only meaningful while mapped)."""
     stale: bool = False
     """A source or an epoch moved since the last rebuild."""
+    by_hand: bool = False
+    """Derived, but its official content was written outside the door and not by its rebuild."""
     covered: set[str] = field(default_factory=set)
     """Checkpoint names written since the content became invalid."""
 
@@ -117,7 +102,7 @@ class Ledger:
         self._entries: list[Entry] = []
         self._by_name: dict[str, Entry] = {}
         self._by_key: dict[int, Entry] = {}
-        self._residents: dict[str, tuple[Resident, Holder]] = {}
+        self.residents = Residents()
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries)
@@ -147,8 +132,6 @@ class Ledger:
         self._entries.append(entry)
         self._by_name.update(dict.fromkeys(entry.aliases, entry))
         self._by_key[int(entry.storage.cdata)] = entry
-        for name in entry.aliases:
-            self._residents.pop(name, None)
 
     def add_alias(self, entry: Entry, name: str, way: Callable[[], torch.Tensor | None]) -> None:
         """Record a further name of an owned storage.
@@ -159,7 +142,6 @@ class Ledger:
         if self._by_name.setdefault(name, entry) is not entry:
             raise OwnershipError(f"{name!r} is owned already; declare it under another name")
         entry.aliases[name] = way
-        self._residents.pop(name, None)
 
     def drop_alias(self, entry: Entry, name: str) -> None:
         """Forget one name of an owned storage; if others are left, one of them leads."""
@@ -190,49 +172,6 @@ class Ledger:
         """The owned tensors that one is computed from; a source that has left is not among them."""
         return [source for name in entry.sources if (source := self.get(name)) is not None]
 
-    @property
-    def residents(self) -> dict[str, Resident]:
-        """What stays in memory and is still alive, by name; each storage under one name."""
-        self._residents = {
-            name: (resident, holder)
-            for name, (resident, holder) in self._residents.items()
-            if holder() is not None
-        }
-        return {name: resident for name, (resident, _holder) in self._residents.items()}
-
-    def stay(self, name: str, tensor: torch.Tensor, reason: str) -> None:
-        """Record a tensor that stays in memory. One reason is known of each storage: the last."""
-        storage = storage_of(tensor)
-        if storage is None:
-            resident = Resident(name, nbytes_of(tensor), reason)
-            self._residents[name] = resident, weakref.ref(tensor)
-            return
-        for other, (known, holder) in list(self._residents.items()):
-            if other != name and _is_same(holder(), storage):
-                if known.reason == reason:
-                    return
-                del self._residents[other]
-        reference = weak(storage)
-        self._residents[name] = (
-            Resident(name, storage.nbytes(), reason),
-            lambda: alive(reference),
-        )
-
-    def why_resident(self, tensor: torch.Tensor) -> str | None:
-        """The reason on record why a tensor's bytes stay in memory, or None."""
-        storage = storage_of(tensor)
-        for resident, holder in self._residents.values():
-            held = holder()
-            if held is tensor or (storage is not None and _is_same(held, storage)):
-                return resident.reason
-        return None
-
-    def forget_residents(self, reason: str) -> None:
-        """Forget what was on record for one reason."""
-        self._residents = {
-            name: item for name, item in self._residents.items() if item[0].reason != reason
-        }
-
     def in_tags(self, tags: Iterable[str]) -> list[Entry]:
         """Entries of some tags, in placement order."""
         wanted = frozenset(tags)
@@ -253,14 +192,6 @@ class Ledger:
             sums[entry.cls.value] = sums.get(entry.cls.value, 0) + entry.nbytes
         return sums
 
-    def resident_bytes(self) -> int:
-        """Bytes known to stay resident."""
-        return sum(resident.nbytes for resident in self.residents.values())
-
-
-def _is_same(held: object, storage: torch.UntypedStorage) -> bool:
-    return isinstance(held, torch.UntypedStorage) and storage_key(held) == storage_key(storage)
-
 
 def weak_way(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
     """A way to a tensor that does not keep it alive."""
@@ -272,17 +203,21 @@ def strong_way(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
     return lambda: tensor
 
 
+def is_weak(way: Callable[[], torch.Tensor | None]) -> bool:
+    """Whether a way was made by ``weak_way``: found in a module or an optimizer, not declared."""
+    return isinstance(way, weakref.ref)
+
+
 def entry_for(
     name: str,
     cls: OwnershipClass,
     tag: str,
     arena: Arena,
     offset: int,
-    tensor: torch.Tensor,
-    way: Callable[[], torch.Tensor | None],
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
 ) -> Entry:
-    """An entry for a tensor whose storage lies in an arena slot already."""
-    storage = tensor.untyped_storage()
+    """An entry without aliases for a storage that lies in an arena slot, or is about to."""
     return Entry(
         name=name,
         cls=cls,
@@ -290,7 +225,6 @@ def entry_for(
         arena=arena,
         offset=offset,
         nbytes=storage.nbytes(),
-        dtype=tensor.dtype,
+        dtype=dtype,
         storage=weak(storage),
-        aliases={name: way},
     )

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from torpor.sleep.ledger import Resident
+from torpor.sleep.residents import Resident
 
 
 class _Report:

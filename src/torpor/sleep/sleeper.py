@@ -13,7 +13,6 @@ from torpor.sleep.audit import AuditReport, audit
 from torpor.sleep.classes import OwnershipClass
 from torpor.sleep.core import SleeperCore
 from torpor.sleep.declare import Declaration, allocate, declare, leave
-from torpor.sleep.escape import notice_escapes
 from torpor.sleep.states import State
 
 if TYPE_CHECKING:
@@ -99,11 +98,15 @@ class Sleeper(SleeperCore):
         """
         with self._exclusive():
             self._require_awake("adopt")
-            notice_escapes(self._context.ledger, self._found())
+            self._notice()
             before = {name for entry in self._context.ledger for name in entry.aliases}
             self._adopt_all()
             self._note_undeclared(strict=False)
             after = {name for entry in self._context.ledger for name in entry.aliases}
+            if after - before:
+                # Nobody knows whether the checkpoint holds these values.
+                self._context.epochs.weights += 1
+                self._context.epochs.from_checkpoint = False
             return tuple(sorted(after - before))
 
     # -- transitions ------------------------------------------------------------------------------

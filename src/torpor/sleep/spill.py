@@ -7,16 +7,22 @@ off, so the file is as long as what it holds plus its gaps.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import tempfile
 import threading
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 from torpor.errors import HostCopyError, HostFullError
 
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _ALIGNMENT = 4096
+_Range = tuple[int, int]
+"""(offset, bytes)."""
+
 ENVIRONMENT_VARIABLE = "TORPOR_SPILL_DIR"
 
 
@@ -48,15 +54,19 @@ class SpillFile:
                 f"cannot create a spill file in {folder}: {error}; pass spill_dir or set "
                 f"{ENVIRONMENT_VARIABLE} to a writable folder"
             ) from error
-        self._lock = threading.RLock()
-        self._free: list[tuple[int, int]] = []
-        self._end = 0
-        self._closed = False
+        self._lock = threading.Lock()
+        self._layout = _Layout((), 0)
+        self._returned: deque[_Range] = deque()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether what was stored can still be read."""
+        return self.descriptor >= 0
 
     @property
     def size_bytes(self) -> int:
         """Length of the file."""
-        return self._end
+        return self._layout.end
 
     def write(self, data: memoryview) -> int:
         """Store bytes and return their offset.
@@ -66,48 +76,51 @@ class SpillFile:
             HostCopyError: the file cannot be written.
         """
         with self._lock:
-            offset = self._take(len(data))
+            self._tidy()
+            offset, layout = self._layout.with_room_for(_rounded(len(data)))
             try:
                 self._write_at(offset, data)
             except BaseException:
-                self.free(offset, len(data))
+                self._cut()
                 raise
+            self._layout = layout  # The commit: until here the range counts as free.
             return offset
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Give a range back."""
-        with self._lock:
-            if self._closed:
-                return
-            self._free.append((offset, _rounded(nbytes)))
-            self._free = _joined(self._free)
-            last_offset, last_size = self._free[-1]
-            if last_offset + last_size == self._end:
-                self._free.pop()
-                self._end = last_offset
-                os.ftruncate(self.descriptor, self._end)
+        """Give a range back. Safe to call from a finaliser, which may run inside ``write``."""
+        self._returned.append((offset, _rounded(nbytes)))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._tidy()
+            finally:
+                self._lock.release()
 
     def close(self) -> None:
         """Close the file; the system deletes it. Repeating is harmless."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                os.close(self.descriptor)
+            # Never the old number again: it may be another file by the time somebody reads.
+            descriptor, self.descriptor = self.descriptor, -1
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def __del__(self) -> None:
-        if hasattr(self, "_closed"):
-            self.close()
+        if getattr(self, "descriptor", -1) >= 0:
+            os.close(self.descriptor)
 
-    def _take(self, nbytes: int) -> int:
-        needed = _rounded(nbytes)
-        for index, (offset, size) in enumerate(self._free):
-            if size >= needed:
-                rest = (offset + needed, size - needed)
-                self._free[index : index + 1] = [rest] if rest[1] else []
-                return offset
-        offset = self._end
-        self._end += needed
-        return offset
+    def _tidy(self) -> None:
+        """Take in what was given back."""
+        if self._returned and self.is_open:
+            end = self._layout.end
+            while self._returned:
+                self._layout = self._layout.without(self._returned[0])
+                self._returned.popleft()
+            if self._layout.end < end:
+                self._cut()
+
+    def _cut(self) -> None:
+        """Make the file as long as its layout says, so that the rest of the disk is free again."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self.descriptor, self._layout.end)
 
     def _write_at(self, offset: int, data: memoryview) -> None:
         done = 0
@@ -124,15 +137,40 @@ class SpillFile:
             raise HostCopyError(f"cannot write to the {self.what}: {error}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Which ranges of the file are free. Never changed in place."""
+
+    free: tuple[_Range, ...]
+    """Sorted, not touching each other."""
+    end: int
+
+    def with_room_for(self, nbytes: int) -> tuple[int, _Layout]:
+        """The first free range that is long enough, else the end of the file; and what is left."""
+        for index, (offset, size) in enumerate(self.free):
+            if size >= nbytes:
+                rest = ((offset + nbytes, size - nbytes),) if size > nbytes else ()
+                free = (*self.free[:index], *rest, *self.free[index + 1 :])
+                return offset, _Layout(free, self.end)
+        return self.end, _Layout(self.free, self.end + nbytes)
+
+    def without(self, gone: _Range) -> _Layout:
+        """The layout once a range is free, joined with its neighbours, the tail cut off.
+
+        Giving a range back twice in a row is harmless: an interrupt may come in between.
+        """
+        joined: list[_Range] = []
+        for offset, size in sorted((*self.free, gone)):
+            if offset >= self.end:
+                continue
+            if joined and sum(joined[-1]) >= offset:
+                start = joined[-1][0]
+                joined[-1] = (start, max(sum(joined[-1]), offset + size) - start)
+            else:
+                joined.append((offset, size))
+        end = joined.pop()[0] if joined and sum(joined[-1]) == self.end else self.end
+        return _Layout(tuple(joined), end)
+
+
 def _rounded(nbytes: int) -> int:
     return -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
-
-
-def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    joined: list[tuple[int, int]] = []
-    for offset, size in sorted(ranges):
-        if joined and joined[-1][0] + joined[-1][1] == offset:
-            joined[-1] = (joined[-1][0], joined[-1][1] + size)
-        else:
-            joined.append((offset, size))
-    return joined

@@ -90,7 +90,7 @@ class StateMachine:
     @property
     def history(self) -> tuple[Transition, ...]:
         """The last few hundred transitions, oldest first."""
-        return tuple(transition for transition, _ in self._log)
+        return tuple(transition for transition, _ in tuple(self._log))
 
     def move(self, target: State, *, moved_bytes: int = 0) -> None:
         """Perform one transition: the only way the state changes.

@@ -126,7 +126,7 @@ def status(context: Context) -> dict[str, Any]:
         "state": context.machine.state.value,
         "tags": {tag: context.tag_state(tag).value for tag in ledger.tags()},
         "owned_bytes": ledger.bytes_by_class(ledger),
-        "resident_bytes": ledger.resident_bytes(),
+        "resident_bytes": ledger.residents.nbytes,
         "mapped_bytes": sum(arena.mapped_bytes for arena in ledger.arenas(ledger.tags())),
         "host_file_bytes": context.store.file_bytes,
         "host_memory_bytes": context.store.memory_bytes,

@@ -18,6 +18,16 @@ from torch.nn.parameter import is_lazy
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+_BY_ROW = ("crow_indices", "col_indices", "values")
+_BY_COLUMN = ("ccol_indices", "row_indices", "values")
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _BY_ROW,
+    torch.sparse_bsr: _BY_ROW,
+    torch.sparse_csc: _BY_COLUMN,
+    torch.sparse_bsc: _BY_COLUMN,
+}
+
 
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Identity of the underlying StorageImpl; two Python handles of one storage share it."""
@@ -35,8 +45,13 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """Bytes that the tensor's elements take, whatever its device."""
-    return 0 if is_lazy(tensor) else tensor.numel() * tensor.element_size()
+    """Bytes that the tensor's elements take, whatever its device; a sparse one's indices too."""
+    if is_lazy(tensor):
+        return 0
+    if tensor.layout in _SPARSE_PARTS:
+        parts = (getattr(tensor, part)() for part in _SPARSE_PARTS[tensor.layout])
+        return sum(nbytes_of(part) for part in parts)
+    return tensor.numel() * tensor.element_size()
 
 
 def plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,276 @@
+"""The doctor: who owns what in a model, what stays resident, and does it survive sleep.
+
+Round trips run at both levels with poison on, once with each pattern: a byte that is read before it
+was written again turns the answers into nonsense or changes a digest.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torpor.check.oracle import DEFAULT_PROMPTS, Oracle
+from torpor.check.rig import this_rig
+from torpor.check.roundtrip import Failure, RoundTrip, RoundTripper, sleeper_of
+from torpor.engine.llm import LLM
+from torpor.sleep.classes import LEVELS
+from torpor.sleep.poison import PATTERNS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torpor.check.oracle import Answer
+    from torpor.check.rig import Rig
+    from torpor.model.files import Progress
+    from torpor.sleep.audit import AuditReport
+    from torpor.sleep.status import OwnerRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidentRow:
+    """Bytes of the model that sleep leaves in memory."""
+
+    name: str
+    resident_bytes: int
+    reason: str
+    remedy: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {
+            "name": self.name,
+            "resident_bytes": self.resident_bytes,
+            "reason": self.reason,
+            "remedy": self.remedy,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """The round trips made with one poison pattern, one of each level."""
+
+    poison: int
+    """The byte that filled memory before it was restored."""
+    reference: tuple[Answer, ...]
+    trips: tuple[RoundTrip, ...]
+    failure: Failure | None
+
+    @property
+    def intact(self) -> bool:
+        """Whether every level came back with equal digests, tokens and log probabilities."""
+        return (
+            self.failure is None
+            and len(self.trips) == len(LEVELS)
+            and all(trip.intact for trip in self.trips)
+        )
+
+    def same_answers(self, other: Examination) -> bool:
+        """Whether a fresh load of the model gave bit for bit the same answers."""
+        return all(
+            mine.token_ids == theirs.token_ids and mine.same_logprobs(theirs)
+            for mine, theirs in zip(self.reference, other.reference, strict=True)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {
+            "poison": f"{self.poison:#04x}",
+            "intact": self.intact,
+            "round_trips": [trip.to_dict() for trip in self.trips],
+            "failure": None if self.failure is None else self.failure.to_dict(),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What the doctor found."""
+
+    model: str
+    owners: tuple[OwnerRow, ...]
+    owned_bytes: Mapping[str, int]
+    """By ownership class."""
+    residents: tuple[ResidentRow, ...]
+    escaped: tuple[str, ...]
+    """Names whose bytes left the memory that sleep can release."""
+    audit: AuditReport
+    examinations: tuple[Examination, ...]
+    load_s: float
+    total_s: float
+    rig: Rig
+
+    @property
+    def fresh_load_equal(self) -> bool:
+        """Whether every fresh load of the model answered the same, bit for bit."""
+        first, *others = self.examinations
+        return all(other.same_answers(first) for other in others)
+
+    @property
+    def intact(self) -> bool:
+        """Whether the model came back as it was from every round trip."""
+        return self.fresh_load_equal and all(entry.intact for entry in self.examinations)
+
+    @property
+    def verdict(self) -> str:
+        """``healthy``; ``findings`` where bytes stay resident; ``mismatch`` where content differs.
+
+        Tensors that the audit finds elsewhere in the process belong to somebody else and do not
+        count.
+        """
+        if not self.intact:
+            return "mismatch"
+        return "findings" if self.residents or self.escaped else "healthy"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form. Keys, or the keys above them, carry units."""
+        return {
+            "model": self.model,
+            "device": "cpu",
+            "verdict": self.verdict,
+            "owned_bytes": dict(self.owned_bytes),
+            "owners": [_owner(row) for row in self.owners],
+            "residents": [row.to_dict() for row in self.residents],
+            "escaped": list(self.escaped),
+            "audit": self.audit.to_dict(),
+            "fresh_load_equal": self.fresh_load_equal,
+            "examinations": [entry.to_dict() for entry in self.examinations],
+            "load_s": self.load_s,
+            "total_s": self.total_s,
+            "rig": self.rig.to_dict(),
+        }
+
+
+class DoctorListener(Protocol):
+    """Is told what the doctor is about to do, for a person who waits."""
+
+    def examining(self, poison: int, level: int) -> None:
+        """A round trip begins."""
+        ...
+
+
+def doctor(
+    model: str | os.PathLike[str],
+    *,
+    prompts: Sequence[str] = DEFAULT_PROMPTS,
+    max_tokens: int = 16,
+    num_threads: int | None = None,
+    listener: DoctorListener | None = None,
+    progress: Progress | None = None,
+) -> Diagnosis:
+    """Examine a model.
+
+    Args:
+        model: a name or a folder, as for ``LLM``. Undeclared tensors are reported, not refused.
+        prompts: what the model is asked before and after each sleep.
+        max_tokens: tokens of each answer.
+        num_threads: threads torch computes with; None leaves them alone.
+        listener: told of each round trip before it begins.
+        progress: told of slow parts of loading.
+
+    Raises:
+        TorporError: the model cannot be loaded, or a transition failed for another reason than
+            content that differs.
+    """
+    start_s = time.perf_counter()
+    findings: _Findings | None = None
+    examinations = []
+    for poison in PATTERNS:
+        with LLM(
+            model, strict=False, poison=poison, num_threads=num_threads, progress=progress
+        ) as llm:
+            loaded_s = time.perf_counter()
+            oracle = Oracle(llm, prompts, max_tokens=max_tokens)
+            if findings is None:
+                findings = _look(llm, loaded_s - start_s)
+            examinations.append(_examine(llm, oracle, poison, listener))
+    assert findings is not None, "there is at least one poison pattern"
+    return Diagnosis(
+        model=str(model),
+        owners=findings.owners,
+        owned_bytes=findings.owned_bytes,
+        residents=findings.residents,
+        escaped=_escaped(examinations),
+        audit=findings.audit,
+        examinations=tuple(examinations),
+        load_s=findings.load_s,
+        total_s=time.perf_counter() - start_s,
+        rig=this_rig(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Findings:
+    owners: tuple[OwnerRow, ...]
+    owned_bytes: Mapping[str, int]
+    residents: tuple[ResidentRow, ...]
+    audit: AuditReport
+    load_s: float
+
+
+def _look(llm: LLM, load_s: float) -> _Findings:
+    sleeper = sleeper_of(llm)
+    audit = sleeper.audit()
+    residents = {
+        item.name: ResidentRow(
+            name=item.name,
+            resident_bytes=item.nbytes,
+            reason="no owner declared it"
+            + (f"; made at {item.creator}" if item.creator is not None else ""),
+            remedy=audit.remedy,
+        )
+        for item in audit.unowned
+    }
+    return _Findings(
+        owners=tuple(sleeper.table()),
+        owned_bytes=llm.status()["owned_bytes"],
+        residents=tuple(residents.values()),
+        audit=audit,
+        load_s=load_s,
+    )
+
+
+def _examine(
+    llm: LLM, oracle: Oracle, poison: int, listener: DoctorListener | None
+) -> Examination:
+    tripper = RoundTripper(llm, oracle)
+    trips: list[RoundTrip] = []
+    failure = None
+    for level in LEVELS:
+        if listener:
+            listener.examining(poison, level)
+        outcome = tripper.run(level, 1)
+        if isinstance(outcome, Failure):
+            failure = outcome
+            break
+        trips.append(outcome)
+        if not outcome.intact:
+            break
+    return Examination(
+        poison=poison, reference=oracle.reference, trips=tuple(trips), failure=failure
+    )
+
+
+def _escaped(examinations: Sequence[Examination]) -> tuple[str, ...]:
+    names = (
+        name
+        for entry in examinations
+        for trip in entry.trips
+        for name in trip.nap.report.escaped
+    )
+    return tuple(dict.fromkeys(names))
+
+
+def _owner(row: OwnerRow) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "aliases": list(row.aliases),
+        "class": row.cls,
+        "tag": row.tag,
+        "owned_bytes": row.nbytes,
+        "sources": list(row.sources),
+        "host_copy": row.host_copy,
+        "valid": row.valid,
+        "digest": row.digest,
+    }

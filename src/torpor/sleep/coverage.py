@@ -1,0 +1,74 @@
+"""Which checkpoint names an owned tensor still lacks.
+
+One storage can have many names: ties that look at the same bytes, or views of different parts. It
+is covered once every byte that a checkpoint name leads to has been written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from torpor.sleep.ledger import Entry
+    from torpor.sleep.source import SliceTable, WeightSlice
+
+_Span = tuple[int, int]
+"""First byte in the storage, and the one after the last."""
+
+
+def gaps(slices: SliceTable, entry: Entry) -> list[str]:
+    """Names to write before the entry's content is complete; of tied names the first known.
+
+    A tensor that the slice table does not reach, or not in full, is named by its owned name.
+    """
+    by_parameter = slices.by_parameter()
+    names = [name for name in entry.aliases if name in by_parameter]
+    if not names:
+        return [entry.name]
+    written = [
+        _span(entry, name) for name in names if _is_written(entry, name, by_parameter[name])
+    ]
+    missing: list[str] = []
+    for name in names:
+        span = _span(entry, name)
+        if not _inside(span, written):
+            parts = by_parameter[name]
+            missing += [part.name for part in parts if part.name not in entry.covered] or [name]
+            written.append(span)
+    return missing
+
+
+def _is_written(entry: Entry, name: str, parts: Sequence[WeightSlice]) -> bool:
+    if not all(part.name in entry.covered for part in parts):
+        return False
+    if any(part.length is None for part in parts):
+        return True
+    tensor = entry.tensor(name)
+    reached = 0
+    for part in parts:
+        if part.start > reached:
+            return False
+        reached = max(reached, part.start + (part.length or 0))
+    return tensor is None or reached >= tensor.shape[0]
+
+
+def _span(entry: Entry, name: str) -> _Span:
+    tensor: torch.Tensor | None = entry.tensor(name)
+    if tensor is None or tensor.numel() == 0:
+        return 0, 0
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    first = tensor.storage_offset()
+    return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
+
+
+def _inside(span: _Span, written: Sequence[_Span]) -> bool:
+    reached, end = span
+    for start, stop in sorted(written):
+        if start <= reached < stop:
+            reached = stop
+    return bool(written) and reached >= end
