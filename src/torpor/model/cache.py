@@ -19,7 +19,7 @@ import filelock
 
 from torpor.errors import CheckpointError, HostCopyError, HostFullError, TorporError
 from torpor.model.files import Progress
-from torpor.model.manifest import FORMAT, verify_folder
+from torpor.model.manifest import FORMAT, open_verified
 from torpor.model.safetensors_source import SafetensorsSource
 
 LOCK_TIMEOUT_S = 1800.0
@@ -78,31 +78,18 @@ def cached(recipe: Recipe, progress: Progress | None = None) -> SafetensorsSourc
         if source is not None:
             return source
         _make(folder, recipe)
-    return _verified(folder, recipe.origin, progress)
+    return open_verified(folder, recipe.origin, progress)
 
 
 def _open(folder: Path, origin: str, progress: Progress | None) -> SafetensorsSource | None:
     if not folder.exists():
         return None
     try:
-        return _verified(folder, origin, progress)
+        return open_verified(folder, origin, progress)
     except CheckpointError as error:
         # As text: a log record that keeps the error keeps the mapping of the damaged file.
         _logger.warning("converting again: %s", str(error))
         return None
-
-
-def _verified(folder: Path, origin: str, progress: Progress | None) -> SafetensorsSource:
-    steps = verify_folder(folder, origin)
-    source = next(steps)
-    assert isinstance(source, SafetensorsSource), "verification starts with the source"
-    total = source.total_bytes
-    if progress:
-        progress("verify", 0, total)
-    for done in steps:
-        if progress and isinstance(done, int):
-            progress("verify", done, total)
-    return source
 
 
 def _make(folder: Path, recipe: Recipe) -> None:

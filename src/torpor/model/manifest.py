@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import xxhash
 
 from torpor.errors import CheckpointError
 from torpor.model.fields import read_json_object
+from torpor.model.files import Progress
 from torpor.model.safetensors_header import header_digest
 from torpor.model.safetensors_source import SINGLE_FILE, SafetensorsSource
 
@@ -72,11 +73,16 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(origin=origin, files=files, tensors=tensors)
 
 
-def verify_folder(folder: Path, origin: str) -> Iterator[SafetensorsSource | int]:
+def open_verified(folder: Path, origin: str, progress: Progress | None = None) -> SafetensorsSource:
     """Compare every byte of a converted folder with its manifest.
 
-    Yields:
-        The opened source, then after each tensor the bytes compared so far.
+    Args:
+        folder: the converted model.
+        origin: identity its source must have.
+        progress: told of the stage ``verify``.
+
+    Returns:
+        The folder's weights, which check themselves again at every reading.
 
     Raises:
         CheckpointError: anything is missing, changed, or made from another origin.
@@ -94,11 +100,14 @@ def verify_folder(folder: Path, origin: str) -> Iterator[SafetensorsSource | int
                 f"{folder / name} has digest {found}, recorded was {recorded}; {_REMEDY}"
             )
     source = SafetensorsSource(folder, digests=manifest.tensors)
-    yield source
-    done = 0
+    total, done = source.total_bytes, 0
+    if progress:
+        progress("verify", 0, total)
     for _, tensor in source.pairs():
         done += tensor.nbytes
-        yield done
+        if progress:
+            progress("verify", done, total)
+    return source
 
 
 def _file_digest(path: Path) -> str:

@@ -6,57 +6,59 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+from rich.text import Text
 
 from torpor.serve.words import size
 
 if TYPE_CHECKING:
-    from rich.progress import Task, TaskID
+    from rich.progress import Task
 
-    from torpor.model.files import Progress as Told
     from torpor.serve.terminal import Terminal
 
 _STAGES = {
     "check": "checking the model's file",
     "convert": "converting, this once",
     "verify": "checking the converted model",
-    "load": "loading weights",
+    "load": "loading the weights",
 }
 
 
-class _Bytes(TextColumn):
-    def __init__(self) -> None:
-        super().__init__("")
-
-    def render(self, task: Task) -> str:  # type: ignore[override]
-        return "" if task.total is None else f"{size(task.completed)} of {size(task.total)}"
+class _Bytes(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text("" if task.total is None else f"{size(task.completed)} of {size(task.total)}")
 
 
-class _Told:
-    """Moves one bar through the stages."""
+class LoadingBar:
+    """One bar that shows one stage after another; the ``progress`` argument of ``LLM``."""
 
-    def __init__(self, bar: Progress, task: TaskID) -> None:
-        self._bar = bar
-        self._task = task
+    def __init__(self, progress: Progress) -> None:
+        """Begin with a bar that knows no end."""
+        self._progress = progress
+        self._stage = "starting"
+        self._task = progress.add_task(self._stage, total=None)
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        if done >= total:
-            # The next stage may be long before it says anything.
-            self._bar.update(self._task, description="loading", total=None)
-            return
-        self._bar.update(
-            self._task, description=_STAGES.get(stage, stage), completed=done, total=total
-        )
+        """Show how far a stage has come; see ``torpor.model.files.Progress``."""
+        # The step after a finished stage may be long before it says anything.
+        shown = "loading" if done >= total else stage
+        if shown != self._stage:
+            self._progress.remove_task(self._task)
+            end = None if done >= total else total
+            self._task = self._progress.add_task(_STAGES.get(shown, shown), total=end)
+            self._stage = shown
+        if done < total:
+            self._progress.update(self._task, completed=done)
 
 
 @contextmanager
-def loading(terminal: Terminal) -> Iterator[Told | None]:
+def loading(terminal: Terminal) -> Iterator[LoadingBar | None]:
     """Show a bar on stderr during the body; None, and no bar, when nobody watches."""
     if not terminal.is_watched:
         yield None
         return
-    columns = (
-        TextColumn("{task.description}"), BarColumn(bar_width=30), _Bytes(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=terminal.err, transient=True) as bar:
-        yield _Told(bar, bar.add_task("starting", total=None))
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), _Bytes())
+    with Progress(
+        *columns, console=terminal.err, transient=True, redirect_stdout=False
+    ) as progress:
+        yield LoadingBar(progress)

@@ -238,9 +238,7 @@ def _fill_in(
         module, attribute = _place(roots, item.name)
         module._parameters[attribute] = new  # type: ignore[assignment]
     name, storage = group[0].name, new.untyped_storage()
-    entry = entry_for(
-        name, OwnershipClass.PARAMETER, "weights", arena, offset, storage, new.dtype
-    )
+    entry = entry_for(name, OwnershipClass.PARAMETER, "weights", arena, offset, storage, new.dtype)
     entry.aliases = {item.name: weak_way(new) for item in group}
     entry.valid = False
     entry.in_checkpoint = True

@@ -10,6 +10,7 @@ every storage holds a reference to the arena, and the last one to go gives the r
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import TYPE_CHECKING
 
@@ -109,6 +110,15 @@ class Arena:
         """Release all memory under the range. The address stays reserved; repeating is harmless."""
         # The whole range, whatever the books say: an interrupted map may have got further.
         self.device.unmap(self.address, self.nbytes)
+        self.mapped_bytes = 0
+
+    def give_up(self) -> None:
+        """Release all memory; what the system refuses to take back counts as absent all the same.
+
+        For rolling back, which has to end; the next ``remap`` finds it and goes on.
+        """
+        with contextlib.suppress(ArenaError):
+            self.device.unmap(self.address, self.nbytes)
         self.mapped_bytes = 0
 
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:

@@ -64,19 +64,22 @@ class Context:
         """Names without valid content: those of the checkpoint that were not written yet, where it
         has any for a tensor, else owned names.
 
-        Tensors that a rebuild will fill once their sources are there are listed only if nothing
-        else is.
+        Tensors that a rebuild fills once their sources are there are not listed: see ``waiting``.
         """
-        names: list[str] = []
-        waiting: list[str] = []
-        for entry in self.ledger.in_tags(tags):
-            if entry.valid:
-                continue
-            if self._waits_for_sources(entry):
-                waiting.append(entry.name)
-                continue
-            names += gaps(self.slices, entry) or [entry.name]
-        return names or waiting
+        return [
+            name
+            for entry in self.ledger.in_tags(tags)
+            if not entry.valid and not self._waits_for_sources(entry)
+            for name in gaps(self.slices, entry) or [entry.name]
+        ]
+
+    def waiting(self, tags: Iterable[str]) -> list[str]:
+        """Owned names whose content comes by itself once what they are computed from is there."""
+        return [
+            entry.name
+            for entry in self.ledger.in_tags(tags)
+            if not entry.valid and self._waits_for_sources(entry)
+        ]
 
     def _waits_for_sources(self, entry: Entry) -> bool:
         return entry.rebuild is not None and not all(

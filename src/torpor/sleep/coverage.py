@@ -28,9 +28,7 @@ def gaps(slices: SliceTable, entry: Entry) -> list[str]:
     names = [name for name in entry.aliases if name in by_parameter]
     if not names:
         return [entry.name]
-    written = [
-        _span(entry, name) for name in names if _is_written(entry, name, by_parameter[name])
-    ]
+    written = [_span(entry, name) for name in names if _is_written(entry, name, by_parameter[name])]
     missing: list[str] = []
     for name in names:
         span = _span(entry, name)
@@ -59,11 +57,10 @@ def _span(entry: Entry, name: str) -> _Span:
     tensor: torch.Tensor | None = entry.tensor(name)
     if tensor is None or tensor.numel() == 0:
         return 0, 0
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    first = tensor.storage_offset()
-    return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
+    reach = zip(tensor.shape, tensor.stride(), strict=True)
+    first = int(tensor.storage_offset())
+    last = first + sum(int((size - 1) * stride) for size, stride in reach)
+    return first * tensor.element_size(), (last + 1) * tensor.element_size()
 
 
 def _inside(span: _Span, written: Sequence[_Span]) -> bool:

@@ -225,9 +225,7 @@ def _let_go(context: Context, tensor: torch.Tensor) -> Aliases:
     return entry.aliases
 
 
-def _give_names_back(
-    context: Context, old_names: Sequence[tuple[torch.Tensor, Aliases]]
-) -> None:
+def _give_names_back(context: Context, old_names: Sequence[tuple[torch.Tensor, Aliases]]) -> None:
     for tensor, aliases in old_names:
         entry = context.ledger.of_storage(tensor.untyped_storage())
         for name, way in aliases.items():

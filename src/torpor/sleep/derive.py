@@ -109,6 +109,36 @@ def rebuild_stale(context: Context, before: Callable[[Entry], None] | None = Non
     return rebuilt
 
 
+def follow(
+    context: Context, changed: Iterable[Entry], before: Callable[[Entry], None] | None = None
+) -> list[Entry]:
+    """Rebuild what is computed from changed entries, and whatever else is due.
+
+    What cannot be rebuilt yet, because a source is asleep or invalid, is invalid until it can.
+
+    Args:
+        before: called with each entry before it changes.
+
+    Returns:
+        The entries rebuilt; their digests are the caller's business.
+
+    Raises:
+        OwnershipError: a rebuild failed.
+    """
+    due = dependants(context, changed)
+    for entry in due:
+        if before is not None:
+            before(entry)
+        entry.stale = True
+    rebuilt = rebuild_stale(context, before)
+    for entry in due:
+        if entry.stale:
+            # Its old digest and copy are of old sources.
+            entry.valid = False
+            entry.digest = None
+    return rebuilt
+
+
 def _run(entry: Entry) -> None:
     assert entry.rebuild is not None
     target = entry.tensor()

@@ -23,8 +23,9 @@ from torpor.errors import (
     WeightsIncompleteError,
 )
 from torpor.sleep.adopt import refuse_inference_mode
+from torpor.sleep.books import Page
 from torpor.sleep.coverage import gaps
-from torpor.sleep.derive import dependants, rebuild_stale
+from torpor.sleep.derive import follow, rebuild_stale
 from torpor.sleep.keeping import point_at_files, settle_copies
 from torpor.sleep.payload import Payload, checked_pair, find, pairs_of, put
 from torpor.sleep.reports import Stopwatch, UpdateReport
@@ -45,7 +46,7 @@ class _Update:
     def __init__(self, version: str | None, epochs: Epochs) -> None:
         self.version = version
         self.epochs_before = dataclasses.replace(epochs)
-        self.before: dict[int, tuple[Entry, bool, str | None]] = {}
+        self.before: dict[int, Page] = {}
         self.intact = True
         """False while content is being changed: an update found so was interrupted."""
         self.updated = 0
@@ -55,11 +56,11 @@ class _Update:
     @property
     def touched(self) -> list[Entry]:
         """Entries whose bytes may have changed, in the order of their first change."""
-        return [entry for entry, _valid, _digest in self.before.values()]
+        return [page.entry for page in self.before.values()]
 
     def touch(self, entry: Entry) -> None:
         """Note an entry before its bytes change for the first time."""
-        self.before.setdefault(id(entry), (entry, entry.valid, entry.digest))
+        self.before.setdefault(id(entry), Page(entry))
 
 
 class Door:
@@ -137,15 +138,13 @@ class Door:
         self._undo_interrupted()
         update = self._open
         if update is None:
-            raise StateError("no update is open; begin_update() or load_weights() first")
+            why = f": it was undone after {self._aborted!r}" if self._aborted is not None else ""
+            raise StateError(f"no update is open{why}; begin_update() or load_weights() first")
         context = self._context
         update.intact = False
         try:
             covered = [entry for entry in update.touched if self._accept(entry)]
-            for entry in dependants(context, covered):
-                entry.stale = True
-            rebuilt = rebuild_stale(context, before=update.touch)
-            changed = self._make_official(update, [*covered, *rebuilt], source)
+            changed = self._make_official(update, covered, source)
             self._open = None
         except BaseException as error:
             self.abort(error)
@@ -192,15 +191,15 @@ class Door:
             return
         update.intact = False
         self._aborted = cause
-        for entry, was_valid, digest in update.before.values():
-            self._put_back(entry, was_valid, digest)
+        for page in update.before.values():
+            self._put_back(page)
         # Caches and derived tensors without a host copy come back from their restored sources.
         with contextlib.suppress(OwnershipError):
             rebuild_stale(self._context)
         before = update.epochs_before
         self._context.epochs.version = before.version
         self._context.epochs.from_checkpoint = before.from_checkpoint
-        lost = [entry.name for entry, valid, _ in update.before.values() if valid > entry.valid]
+        lost = [page.entry.name for page in update.before.values() if page.valid > page.entry.valid]
         self._open = None
         cause.add_note(
             f"the update was undone, but {len(lost)} tensors had no host copy and are invalid "
@@ -219,7 +218,7 @@ class Door:
             self.abort(self._aborted or StateError("it was interrupted"))
 
     def _require_mapped(self) -> None:
-        if "weights" in self._context.released:
+        if not all(arena.is_mapped for arena in self._context.ledger.arenas(["weights"])):
             raise AsleepError(
                 "the weights are asleep; wake_up(['weights'], reload=False) before updating them"
             )
@@ -242,35 +241,58 @@ class Door:
         return entry.valid
 
     def _make_official(
-        self, update: _Update, entries: list[Entry], source: WeightSource | None
+        self, update: _Update, covered: list[Entry], source: WeightSource | None
     ) -> list[Entry]:
-        """Take digests and move the epoch; returns the entries whose bytes changed."""
-        verified = [entry for entry in entries if entry.policy.verified]
-        digests = self._context.device.fingerprint([entry.range for entry in verified])
-        changed = [
-            entry for entry, new in zip(verified, digests, strict=True) if entry.digest != new
-        ]
-        epochs = self._context.epochs
-        epochs.weights += bool(changed)
+        """Rebuild what follows, take digests, move the epoch; returns the entries that changed."""
+        context = self._context
+        news = self._news_of(covered)
+        news += self._news_of(follow(context, [entry for entry, _ in news], before=update.touch))
+        epochs = context.epochs
+        epochs.weights += bool(news)
         if update.touched:
             # A caller's pairs part ways with the checkpoint even when the bytes happen to be equal.
-            epochs.from_checkpoint = source is not None and source is self._context.reload
+            epochs.from_checkpoint = (
+                source is not None
+                and source is context.reload
+                and (epochs.from_checkpoint or self._touches_all(update))
+            )
         epochs.version = update.version if update.version is not None else epochs.version
-        for entry, digest in zip(verified, digests, strict=True):
+        for entry, digest in news:
             entry.digest = digest
+        for entry in covered:
             entry.covered.clear()
-        return changed
+        return [entry for entry, _ in news]
 
-    def _put_back(self, entry: Entry, was_valid: bool, digest: str | None) -> None:
+    def _news_of(self, entries: list[Entry]) -> list[tuple[Entry, str]]:
+        """Those whose bytes are not the official ones, with their digests."""
+        verified = [entry for entry in entries if entry.policy.verified]
+        digests = self._context.device.fingerprint([entry.range for entry in verified])
+        return [
+            (entry, digest)
+            for entry, digest in zip(verified, digests, strict=True)
+            if entry.digest != digest
+        ]
+
+    def _touches_all(self, update: _Update) -> bool:
+        """Whether nothing that a checkpoint should hold is left from before the update."""
+        return all(
+            id(entry) in update.before for entry in self._context.ledger if entry.in_checkpoint
+        )
+
+    def _put_back(self, page: Page) -> None:
         """Restore one touched entry; it is invalid afterwards when its old content is lost."""
-        entry.covered.clear()
+        entry = page.entry
+        page.put_back()
+        if not entry.arena.is_mapped:
+            return
         entry.valid = False
-        entry.digest = digest
-        if not was_valid or entry.host is None or entry.host.digest != digest:
+        entry.covered.clear()
+        if not page.valid or entry.host is None or entry.is_dirty:
+            entry.by_hand = False
             return
         with contextlib.suppress(TorporError):
             self._context.device.copy_in(entry.address, entry.host)
-            entry.valid = self._context.device.fingerprint([entry.range]) == [digest]
+            entry.valid = self._context.device.fingerprint([entry.range]) == [entry.digest]
 
     def _require_complete(self) -> None:
         missing = self._context.missing(["weights"])

@@ -7,16 +7,18 @@ commit    one assignment
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torpor.errors import ForeignWriteError, TorporError, VerificationError
+from torpor.errors import TorporError
 from torpor.sleep.classes import AtSleep
-from torpor.sleep.derive import dependants, rebuild_stale
-from torpor.sleep.door import keep
-from torpor.sleep.host import CheckpointCopy
+from torpor.sleep.derive import rebuild_stale
+from torpor.sleep.foreign import answer_foreign_writes
+from torpor.sleep.keeping import ensure_copy
 from torpor.sleep.reports import SleepReport, Stopwatch
-from torpor.sleep.restore import clear_caches, restore, settle
+from torpor.sleep.restore import count_as_lost, recover
 from torpor.sleep.states import State
 
 if TYPE_CHECKING:
@@ -33,39 +35,40 @@ def sleep(
     stopwatch = Stopwatch()
     mine = [tag for tag in tags if tag in context.ledger.tags()]
     falling = tuple(tag for tag in mine if tag not in context.released)
-    notices = _deepen(context, level, [tag for tag in mine if tag not in falling])
-    changed = bool(falling) or any("dropped" in notice for notice in notices)
-    if not falling:
-        notices = notices or ["nothing to release"]
-        return _report(context, Fall(level, (), [], [], stopwatch), changed, notices, escaped)
+    asleep = {tag: context.released[tag] for tag in mine if tag in context.released}
     fall = Fall(
         level, falling, context.ledger.in_tags(falling), context.ledger.arenas(falling), stopwatch
     )
-    try:
-        fall_asleep(context, guard, fall)
-    except TorporError as error:
-        missing = context.missing(context.ledger.tags())
-        if missing:
-            error.add_note(f"rolled back, but invalid until reloaded: {', '.join(missing[:8])}")
-        raise
+    if falling:
+        try:
+            fall_asleep(context, guard, fall)
+        except TorporError as error:
+            missing = context.missing(context.ledger.tags())
+            if missing:
+                error.add_note(f"invalid until updated or reloaded: {', '.join(missing[:8])}")
+            raise
+    # Only now: a sleep that fails must not have dropped anything.
+    notices = _deepen(context, level, asleep)
+    if not mine:
+        notices = [f"nothing to release: {', '.join(tags)} own no memory here"]
+    changed = bool(falling) or any(before < level for before in asleep.values())
     return _report(context, fall, changed, notices, escaped)
 
 
-def _deepen(context: Context, level: int, asleep: list[str]) -> list[str]:
+def _deepen(context: Context, level: int, asleep: dict[str, int]) -> list[str]:
     """Answer a sleep for tags that sleep already: level 1 to 2 drops host copies of weights."""
-    notices = []
+    notices = [
+        f"{tag} is asleep already, at level {before}"
+        for tag, before in asleep.items()
+        if level <= before
+    ]
+    deeper = [tag for tag, before in asleep.items() if level > before]
+    # The commit; what follows can be interrupted and done again.
+    context.released = {**context.released, **dict.fromkeys(deeper, level)}
     for tag in asleep:
-        before = context.released[tag]
-        if level <= before:
-            notices.append(f"{tag} is asleep already, at level {before}")
-            continue
-        dropped = 0
-        for entry in context.ledger.in_tags([tag]):
-            if at_sleep(entry, level) is AtSleep.DISCARD and entry.host is not None:
-                entry.host = None
-                dropped += entry.nbytes
-        context.released = {**context.released, tag: level}
-        notices.append(f"{tag} is at level {level} now; host copies of {dropped} bytes dropped")
+        dropped = _forget_discarded(context, [tag])
+        if tag in deeper:
+            notices.append(f"{tag} is at level {level} now; host copies of {dropped} bytes dropped")
     return notices
 
 
@@ -110,14 +113,19 @@ class Fall:
     verified: int = 0
     verifiable: int = 0
     adopted: tuple[str, ...] = ()
-    dropped: list[Entry] = field(default_factory=list)
     mapped: list[int] = field(default_factory=list)
     """Bytes mapped in each arena before the release."""
+    releasing: bool = False
+    """Whether memory may be gone already."""
 
 
 def at_sleep(entry: Entry, level: int) -> AtSleep:
-    """What a level does to one entry; a buffer that the checkpoint holds counts as a parameter."""
-    if level == 1:
+    """What a level does to one entry.
+
+    A buffer that the checkpoint holds counts as a parameter; a derived tensor that somebody wrote
+    by hand counts as a buffer, since its rebuild would not give the same.
+    """
+    if level == 1 or entry.by_hand:
         return entry.policy.level1
     return AtSleep.DISCARD if entry.in_checkpoint else entry.policy.level2
 
@@ -140,23 +148,16 @@ def fall_asleep(context: Context, guard: Guard, fall: Fall) -> None:
         with fall.stopwatch.phase("quiesce"):
             context.device.synchronize()
         _prepare(context, fall)
-    except BaseException:
-        if machine.state is State.DRAINING:
-            machine.move(origin)
-        raise
-    before = context.released
-    after = {**before, **dict.fromkeys(fall.tags, fall.level)}
-    fall.mapped = [arena.mapped_bytes for arena in fall.arenas]
-    try:
+        fall.mapped = [arena.mapped_bytes for arena in fall.arenas]
         machine.move(State.FALLING_ASLEEP)
         _release(context, guard, fall)
-        context.released = after
+        context.released = {**context.released, **dict.fromkeys(fall.tags, fall.level)}
         machine.move(State.ASLEEP, moved_bytes=sum(fall.mapped))
     except BaseException:
-        if machine.state is State.FALLING_ASLEEP:
-            _roll_back(context, fall, origin, before, after)
+        if machine.state in (State.DRAINING, State.FALLING_ASLEEP):
+            _roll_back(context, fall, origin)
         raise
-    _forget_discarded(fall)
+    _forget_discarded(context, fall.tags)
 
 
 def _prepare(context: Context, fall: Fall) -> None:
@@ -167,89 +168,30 @@ def _prepare(context: Context, fall: Fall) -> None:
     for entry, digest in pairs:
         if entry.tag == "optimizer":  # Its owner writes at every step; there is no door to it.
             entry.digest = digest
-    foreign = [entry for entry, digest in pairs if entry.digest != digest]
-    fall.verifiable = len(verified)
-    fall.verified = fall.verifiable - len(foreign)
+    foreign = [(entry, digest) for entry, digest in pairs if entry.digest != digest]
+    fall.verifiable = fall.verified = len(verified)
     if foreign:
-        _answer_foreign_writes(context, fall, foreign, {id(e): d for e, d in pairs})
+        with fall.stopwatch.phase("foreign writes"):
+            fall.adopted = answer_foreign_writes(context, foreign)
     with fall.stopwatch.phase("copy"):
         for entry in fall.entries:
-            if entry.valid and at_sleep(entry, fall.level) is AtSleep.COPY:
-                fall.copied_bytes += _ensure_copy(context, entry)
-
-
-def _ensure_copy(context: Context, entry: Entry) -> int:
-    trusted = not isinstance(entry.host, CheckpointCopy) or entry.host.is_current()
-    if not entry.is_dirty and trusted:
-        return 0
-    # The old copy is let go only after the new one is whole.
-    entry.host, copied = keep(context, entry)
-    return copied
-
-
-def _answer_foreign_writes(
-    context: Context, fall: Fall, foreign: list[Entry], digests: dict[int, str]
-) -> None:
-    names = [entry.name for entry in foreign]
-    shown = ", ".join(names[:8])
-    if context.on_foreign_write == "error":
-        raise ForeignWriteError(
-            f"{len(names)} tensors were changed outside update_weights/load_weights: {shown}; send "
-            "changes through the door, or choose on_foreign_write='adopt' or 'restore'",
-            names,
-        )
-    if context.on_foreign_write == "restore":
-        without = [entry.name for entry in foreign if entry.is_dirty]
-        if without:
-            raise ForeignWriteError(
-                f"{len(without)} tensors were changed outside the door and have no host copy to "
-                f"restore: {', '.join(without[:8])}; choose on_foreign_write='adopt'",
-                without,
-            )
-        restore(context, foreign)
-        failed = settle(context, foreign)
-        if failed:
-            names = [entry.name for entry in failed]
-            raise VerificationError(
-                f"the host copies of {', '.join(names)} are damaged; reload the weights", names
-            )
-        fall.verified += len(foreign)
-        return
-    _adopt_foreign(context, foreign, digests)
-    fall.adopted = tuple(names)
-    fall.verified += len(foreign)
-
-
-def _adopt_foreign(context: Context, foreign: list[Entry], digests: dict[int, str]) -> None:
-    """Take what somebody wrote as official: a new epoch; derived tensors follow their sources."""
-    context.epochs.weights += 1
-    context.epochs.from_checkpoint = False
-    changed = [entry for entry in foreign if entry.rebuild is None]
-    for entry in dependants(context, changed):
-        entry.stale = True
-    rebuilt = rebuild_stale(context)
-    again = [entry for entry in rebuilt if entry.policy.verified]
-    for entry, digest in zip(
-        again, context.device.fingerprint([entry.range for entry in again]), strict=True
-    ):
-        entry.digest = digest
-    for entry in foreign:
-        if entry not in again:
-            entry.digest = digests[id(entry)]
+            if (
+                entry.policy.verified
+                and entry.valid
+                and at_sleep(entry, fall.level) is AtSleep.COPY
+            ):
+                fall.copied_bytes += ensure_copy(context, entry)
 
 
 def _release(context: Context, guard: Guard, fall: Fall) -> None:
+    ranges = [arena.range for arena in fall.arenas]
     with fall.stopwatch.phase("measure"):
-        ranges = [arena.range for arena in fall.arenas]
         fall.rss_before_bytes = context.device.resident_bytes(ranges)
     guard.install()
     if "kv_cache" in fall.tags:
         context.epochs.kv += 1
     with fall.stopwatch.phase("release"):
-        for entry in fall.entries:
-            if at_sleep(entry, fall.level) is AtSleep.DISCARD or not entry.valid:
-                # Noted before the memory goes: whatever happens next, the content counts as lost.
-                fall.dropped.append(entry)
+        fall.releasing = True
         for arena in fall.arenas:
             arena.unmap()
     with fall.stopwatch.phase("trim"):
@@ -258,34 +200,53 @@ def _release(context: Context, guard: Guard, fall: Fall) -> None:
         fall.rss_after_bytes = context.device.resident_bytes(ranges)
 
 
-def _forget_discarded(fall: Fall) -> None:
-    for entry in fall.dropped:
-        if entry.policy.verified:
+def _forget_discarded(context: Context, tags: Iterable[str]) -> int:
+    """Give up what the level of some sleeping tags discards; returns the bytes of copies dropped.
+
+    Derived from the books alone, so that doing it again after an interrupt finishes it.
+    """
+    dropped = 0
+    for entry in context.ledger.in_tags(tags):
+        discards = at_sleep(entry, context.released[entry.tag]) is AtSleep.DISCARD
+        if discards and entry.policy.verified:
+            dropped += 0 if entry.host is None else entry.nbytes
             entry.host = None
             entry.valid = False
+    return dropped
 
 
-def _roll_back(
-    context: Context,
-    fall: Fall,
-    origin: State,
-    before: dict[str, int],
-    after: dict[str, int],
-) -> None:
+def _roll_back(context: Context, fall: Fall, origin: State) -> None:
     """Bring everything back from host copies; what had none and is gone becomes invalid by name."""
+    before = {tag: level for tag, level in context.released.items() if tag not in fall.tags}
+    after = {**before, **dict.fromkeys(fall.tags, fall.level)}
+    target = State.ASLEEP if fall.releasing else origin
+    try:
+        if not fall.releasing:
+            # Rebuilds after a foreign write may have been cut short.
+            with contextlib.suppress(TorporError):
+                rebuild_stale(context)
+            return
+        context.released = after  # Counts as asleep until all of it is mapped again.
+        if _map_again(fall):
+            for entry in fall.entries:
+                count_as_lost(entry)
+            context.released = before
+            target = origin
+            recover(context, fall.entries)
+        else:
+            # Somebody took the memory meanwhile; staying asleep loses nothing more.
+            _forget_discarded(context, fall.tags)
+    finally:
+        context.machine.move(target)
+
+
+def _map_again(fall: Fall) -> bool:
+    """Map what was mapped before; on failure release all of it."""
     try:
         for arena, mapped_bytes in zip(fall.arenas, fall.mapped, strict=True):
             arena.remap(mapped_bytes)
     except TorporError:
-        # Somebody took the memory meanwhile: finish falling asleep, which loses nothing more.
         for arena in fall.arenas:
-            arena.unmap()
-        context.released = after
-        context.machine.move(State.ASLEEP)
-        return
-    context.released = before
-    clear_caches(context, fall.entries, fresh=False)
-    restore(context, fall.entries)
-    settle(context, fall.entries)
-    rebuild_stale(context)
-    context.machine.move(origin)
+            arena.give_up()
+        return False
+    return True

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -33,17 +34,20 @@ _COMPILED_CALL = "_compiled_call_impl"
 Require = Callable[[], None]
 """Raises unless the memory is there."""
 
+Check = Callable[..., None]
+"""Sees the arguments of a call before it is made, and raises unless the memory is there."""
+
 
 class Shadow:
     """Stands before one method of one object."""
 
-    def __init__(self, owner: Any, name: str, require: Require) -> None:
-        """Put it in place: ``require`` runs before the method from now on."""
+    def __init__(self, owner: Any, name: str, check: Check) -> None:
+        """Put it in place: ``check`` sees the arguments of every call first."""
         self.active = True
         self._owner = owner
         self._name = name
         self._replaced = vars(owner).get(name)
-        self._installed = _checked(self, getattr(owner, name, None), require)
+        self._installed = _checked(self, getattr(owner, name, None), check)
         vars(owner)[name] = self._installed
 
     def remove(self) -> None:
@@ -71,11 +75,11 @@ class Shadow:
         return copy.deepcopy(self._owner, *args)
 
 
-def _checked(shadow: Shadow, method: Callable[..., Any] | None, require: Require) -> Any:
+def _checked(shadow: Shadow, method: Callable[..., Any] | None, check: Check) -> Any:
     original = shadow.copy_without if method is None else method
 
     def checked(*args: Any, **kwargs: Any) -> Any:
-        require()
+        check(*args, **kwargs)
         return original(*args, **kwargs)
 
     # Signature and name stay for those who look; attributes do not, since the compiler would follow
@@ -117,18 +121,16 @@ class Guard:
         """Put every check in place. Repeating it changes nothing."""
         if self.is_installed:
             return
-        require = _untraced(self._require_module)
-
-        def check(*_args: Any, **_kwargs: Any) -> None:
-            require()
-
+        check = _untraced(_always(self._require_module))
         for module in self._submodules():
             self._handles.append(module.register_state_dict_pre_hook(check))
             self._handles.append(module.register_load_state_dict_pre_hook(check))
             for name in _MODULE_METHODS:
-                self._shadows.append(Shadow(module, name, require))
+                self._shadows.append(Shadow(module, name, check))
             if vars(module).get(_COMPILED_CALL) is not None:
-                self._shadows.append(Shadow(module, _COMPILED_CALL, require))
+                self._shadows.append(Shadow(module, _COMPILED_CALL, check))
+            if self._optimizers:
+                self._shadows.append(Shadow(module, *self._before_zeroing()))
         for optimizer in self._optimizers:
             self._guard_optimizer(optimizer)
 
@@ -142,20 +144,25 @@ class Guard:
             self._handles.pop()
 
     def _guard_optimizer(self, optimizer: Optimizer) -> None:
-        require = self._require_optimizer
-
-        def check(*_args: Any, **_kwargs: Any) -> None:
-            require()
-
+        check = _always(self._require_optimizer)
         self._handles += [
             optimizer.register_step_pre_hook(check),
             optimizer.register_state_dict_pre_hook(check),
             optimizer.register_load_state_dict_pre_hook(check),
         ]
-        for name in ("zero_grad", *_COPYING):
-            self._shadows.append(Shadow(optimizer, name, require))
+        for name in _COPYING:
+            self._shadows.append(Shadow(optimizer, name, check))
+        self._shadows.append(Shadow(optimizer, *self._before_zeroing()))
         for parameter in _with_gradient(optimizer):
-            self._handles.append(parameter.register_hook(check))
+            before_adding = _before_adding(parameter, self._require_optimizer)
+            self._handles.append(parameter.register_hook(before_adding))
+
+    def _before_zeroing(self) -> tuple[str, Check]:
+        def check(set_to_none: bool = True) -> None:
+            if not set_to_none:  # Letting gradients go touches no memory.
+                self._require_optimizer()
+
+        return "zero_grad", check
 
     def _submodules(self) -> list[nn.Module]:
         return list(
@@ -163,13 +170,29 @@ class Guard:
         )
 
 
-def _untraced(require: Require) -> Require:
+def _always(require: Require) -> Check:
+    return lambda *_args, **_kwargs: require()
+
+
+def _untraced(check: Check) -> Check:
     """Keep the compiler from taking the check apart.
 
     Nothing is compiled while the compiler has not been imported, and importing it takes a second.
     """
     compiler = sys.modules.get("torch._dynamo")
-    return require if compiler is None else compiler.disable(require)
+    reason = "the module is asleep, or its weights are not complete; see wake_up()"
+    return check if compiler is None else compiler.disable(check, reason=reason)
+
+
+def _before_adding(parameter: torch.Tensor, require: Require) -> Callable[[torch.Tensor], None]:
+    to_parameter = weakref.ref(parameter)
+
+    def check(_gradient: torch.Tensor) -> None:
+        target = to_parameter()
+        if target is not None and target.grad is not None:
+            require()
+
+    return check
 
 
 def _with_gradient(optimizer: Optimizer) -> Iterator[torch.Tensor]:

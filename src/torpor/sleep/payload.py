@@ -44,9 +44,7 @@ def pairs_of(payload: Payload) -> Iterable[tuple[str, torch.Tensor]]:
     return payload
 
 
-def wanted_pairs(
-    source: WeightSource, names: Iterable[str]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def wanted_pairs(source: WeightSource, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """The pairs of a source whose names are wanted."""
     wanted = frozenset(names)
     return ((name, value) for name, value in source.pairs() if name in wanted)

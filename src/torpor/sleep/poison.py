@@ -1,8 +1,10 @@
 """Patterns for pages that come back, so that anything that was not restored is loud.
 
 0xFF is NaN in every IEEE-like float and in the fp8 types with NaN; the fnuz types spell NaN 0x80.
-The second pattern, 0x7F, catches code that happens to survive the first one. Booleans are filled
-with a legal value, since torch reads any other byte as undefined behaviour.
+The second pattern, 0x7F, catches code that happens to survive the first one: NaN in fp16 and fp8,
+and close to the largest number in the wider floats. Signed integers get their lowest or highest
+values, since 0xFF would be -1, a legal index. The scale type e8m0 knows no other NaN than 0xFF.
+Booleans are filled with a legal value, since torch reads any other byte as undefined behaviour.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ PATTERNS = (0xFF, 0x7F)
 ENVIRONMENT_VARIABLE = "TORPOR_POISON"
 _SPELLINGS = {"": None, "0": None, "off": None, "1": 0xFF, "on": 0xFF, "ff": 0xFF, "7f": 0x7F}
 _FNUZ_NAN = 0x80
+_LOWEST_INTEGER = 0x80
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,10 @@ class Poison:
             return 1
         if "fnuz" in str(dtype):
             return _FNUZ_NAN
+        if "e8m0" in str(dtype):
+            return 0xFF
+        if self.pattern == 0xFF and not (dtype.is_floating_point or dtype.is_complex):
+            return _LOWEST_INTEGER
         return self.pattern
 
 

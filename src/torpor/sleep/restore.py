@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from torpor.errors import OwnershipError, TorporError
+from torpor.errors import HostCopyError, OwnershipError, TorporError
 from torpor.sleep.classes import AtWake
+from torpor.sleep.derive import rebuild_stale
 
 if TYPE_CHECKING:
     from torpor.sleep.context import Context
@@ -21,18 +23,28 @@ def poison(context: Context, entries: Iterable[Entry]) -> None:
         context.device.fill(entry.address, entry.nbytes, context.poison.byte_for(entry.dtype))
 
 
-def restore(context: Context, entries: Iterable[Entry]) -> int:
-    """Copy host copies of official content back; returns the bytes copied.
+def count_as_lost(entry: Entry) -> None:
+    """Note that the memory holds nothing official; scratch memory never does and is always fine."""
+    entry.valid = entry.policy.at_wake is AtWake.NOTHING
+    entry.covered.clear()
 
-    Raises:
-        HostCopyError: a copy cannot be read.
+
+def restore(context: Context, entries: Iterable[Entry]) -> tuple[int, list[HostCopyError]]:
+    """Copy host copies of official content back.
+
+    Returns:
+        The bytes copied, and why some could not be read: their digests will differ.
     """
     restored = 0
+    errors: list[HostCopyError] = []
     for entry in entries:
         if entry.host is not None and not entry.is_dirty:
-            context.device.copy_in(entry.address, entry.host)
-            restored += entry.nbytes
-    return restored
+            try:
+                context.device.copy_in(entry.address, entry.host)
+                restored += entry.nbytes
+            except HostCopyError as error:
+                errors.append(error)
+    return restored, errors
 
 
 def settle(context: Context, entries: Iterable[Entry]) -> list[Entry]:
@@ -55,25 +67,48 @@ def clear_caches(context: Context, entries: Iterable[Entry], *, fresh: bool) -> 
         fresh: the memory has just been mapped, and nothing but poison was written to it.
 
     Raises:
-        OwnershipError: a reset failed.
+        OwnershipError: a reset failed; that entry is invalid.
     """
     for entry in entries:
         if entry.policy.at_wake is AtWake.CLEAR:
+            entry.valid = False
             if not (fresh and context.device.fresh_memory_is_zero and context.poison is None):
                 context.device.fill(entry.address, entry.nbytes, 0)
             entry.stale = entry.rebuild is not None
+            entry.valid = not entry.stale
         elif entry.policy.at_wake is AtWake.RESET and entry.reset is not None:
             try:
+                entry.valid = False
                 entry.reset()
+                entry.valid = True
             except Exception as error:
                 raise OwnershipError(f"the reset of {entry.name!r} failed: {error}") from error
 
 
-def copy_again(context: Context, damaged: list[Entry]) -> list[Entry]:
-    """Copy damaged entries once more; returns those that are still damaged."""
-    for entry in damaged:
-        try:
-            restore(context, [entry])
-        except TorporError:
-            continue
-    return settle(context, damaged)
+def copy_again(context: Context, damaged: list[Entry]) -> tuple[list[Entry], list[HostCopyError]]:
+    """Copy damaged entries once more; returns those that are still damaged, and what was said."""
+    _restored, errors = restore(context, damaged)
+    return settle(context, damaged), errors
+
+
+def recover(context: Context, entries: list[Entry]) -> None:
+    """Bring back as much as can be of entries that count as lost; the rest stays invalid by name.
+
+    For rolling back: nothing is raised except by a further interrupt.
+    """
+    for step in (_recover_copies, _recover_caches):
+        with contextlib.suppress(TorporError):
+            step(context, entries)
+    with contextlib.suppress(TorporError):
+        rebuild_stale(context)
+
+
+def _recover_copies(context: Context, entries: list[Entry]) -> None:
+    restore(context, entries)
+    settle(context, entries)
+
+
+def _recover_caches(context: Context, entries: list[Entry]) -> None:
+    for entry in entries:
+        with contextlib.suppress(TorporError):
+            clear_caches(context, [entry], fresh=False)

@@ -50,6 +50,13 @@ def require_ready(context: Context, tags: Iterable[str]) -> None:
     invalid = [tag for tag, state in states.items() if state is TagState.MAPPED_INVALID]
     if invalid:
         missing = context.missing(invalid)
+        if not missing:
+            waiting = context.waiting(invalid)
+            raise WeightsIncompleteError(
+                f"{', '.join(waiting[:8])} is computed from tensors that are asleep or invalid; "
+                "wake them up, or update them",
+                waiting,
+            )
         raise WeightsIncompleteError(
             f"{len(missing)} tensors have no valid content: {', '.join(missing[:8])}"
             f"{', ...' if len(missing) > 8 else ''}; call reload_weights(), or update_weights() "
@@ -59,11 +66,16 @@ def require_ready(context: Context, tags: Iterable[str]) -> None:
 
 
 def verify(context: Context) -> VerifyReport:
-    """Compare the bytes that are mapped with their official digests."""
+    """Compare the bytes that are mapped with their official digests.
+
+    Raises:
+        AsleepError: none are mapped, so nothing can be proven.
+    """
     start_s = time.perf_counter()
-    verifiable = [
-        entry for entry in context.ledger if entry.policy.verified and entry.arena.is_mapped
-    ]
+    owned = [entry for entry in context.ledger if entry.policy.verified]
+    verifiable = [entry for entry in owned if entry.arena.is_mapped]
+    if owned and not verifiable:
+        raise AsleepError("asleep: nothing is mapped that could be verified; wake_up() first")
     known = [entry for entry in verifiable if entry.valid and entry.digest is not None]
     digests = context.device.fingerprint([entry.range for entry in known])
     differing = [

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torpor.errors import StateError, VerificationError
+from torpor.sleep.books import Page
 from torpor.sleep.derive import rebuild_stale
-from torpor.sleep.door import pairs_of
+from torpor.sleep.repair import repair
 from torpor.sleep.reports import Stopwatch, WakeReport
-from torpor.sleep.restore import clear_caches, copy_again, poison, restore, settle
+from torpor.sleep.restore import clear_caches, count_as_lost, poison, restore, settle
 from torpor.sleep.states import State
 
 if TYPE_CHECKING:
@@ -35,39 +36,44 @@ def wake_up(
     """Bring back what is released of some tags, and report; see ``Sleeper.wake_up``."""
     stopwatch = Stopwatch()
     rising = tuple(tag for tag in tags if tag in context.released)
+    if reload and context.reload is None:
+        raise StateError("there is no checkpoint to reload from; pass reload= to Sleeper")
     entries = context.ledger.in_tags(rising)
+    notices = []
     if not rising:
-        rise = Rise((), False, True, False, [], [], stopwatch)
-        return _report(context, rise, ["nothing to wake: all of it is resident"])
-    lost = context.released.get("weights") == 2 and "weights" in rising
-    chosen = _chosen_reload(context, reload, plain=plain, lost=lost)
+        notices.append("nothing to wake: all of it is resident")
+    if reload and "weights" not in rising:
+        notices.append("the weights are not asleep, so nothing was reloaded; see reload_weights()")
     rise = Rise(
         tags=rising,
-        reload=chosen and "weights" in rising,
+        reload="weights" in rising and _chosen_reload(context, reload, entries, plain=plain),
         same_epoch=reload is None,
-        lenient=reload is not None,
         entries=entries,
         arenas=context.ledger.arenas(rising),
         stopwatch=stopwatch,
     )
-    wake(context, door, rise)
-    return _report(context, rise, [])
+    if rising:
+        wake(context, door, rise)
+    return _report(context, rise, notices)
 
 
-def _chosen_reload(context: Context, reload: bool | None, *, plain: bool, lost: bool) -> bool:
+def _chosen_reload(
+    context: Context, reload: bool | None, entries: list[Entry], *, plain: bool
+) -> bool:
     if reload is not None:
-        if reload and context.reload is None:
-            raise StateError("there is no checkpoint to reload from; pass reload= to Sleeper")
         return reload
+    lost = [entry for entry in entries if entry.in_checkpoint and entry.is_dirty]
     if not (plain and lost and context.reload is not None):
         return False
-    if not context.epochs.from_checkpoint:
-        raise StateError(
-            f"the weights (epoch {context.epochs.weights}, version {context.epochs.version!r}) did "
-            "not come from the checkpoint, and reading it would undo them; wake_up(reload=True) "
-            "does so, wake_up(reload=False) leaves filling them to an update"
-        )
-    return True
+    if context.epochs.from_checkpoint or all(entry.digest is None for entry in lost):
+        return True
+    if context.released["weights"] == 1:
+        return False  # They were invalid when they fell asleep, and somebody is filling them.
+    raise StateError(
+        f"the weights (epoch {context.epochs.weights}, version {context.epochs.version!r}) did not "
+        "come from the checkpoint, and reading it would undo them; wake_up(reload=True) does so, "
+        "wake_up(reload=False) leaves filling them to an update"
+    )
 
 
 def _report(context: Context, rise: Rise, notices: list[str]) -> WakeReport:
@@ -101,9 +107,8 @@ class Rise:
     reload: bool
     """Read the weights from the checkpoint again."""
     same_epoch: bool
-    """Whether the reload must bring back the official content, digest for digest."""
-    lenient: bool
-    """Whether damaged host copies may be given up, since the caller said who fills."""
+    """Whether what comes back must be the official content, digest for digest. Not so when the
+    caller said who fills."""
     entries: list[Entry]
     arenas: list[Arena]
     stopwatch: Stopwatch
@@ -113,20 +118,6 @@ class Rise:
     rebuilt: list[str] = field(default_factory=list)
     verified: int = 0
     verifiable: int = 0
-
-
-class _Page:
-    """What the books said of one entry before the wake."""
-
-    def __init__(self, entry: Entry) -> None:
-        self._entry = entry
-        self._before = (entry.valid, entry.digest, entry.host)
-
-    def put_back(self) -> None:
-        """Make the books say it again; whatever is rebuilt from sources is due once more."""
-        entry = self._entry
-        entry.valid, entry.digest, entry.host = self._before
-        entry.stale = entry.rebuild is not None
 
 
 def wake(context: Context, door: Door, rise: Rise) -> None:
@@ -139,12 +130,12 @@ def wake(context: Context, door: Door, rise: Rise) -> None:
         OutOfMemoryError: not enough memory now.
         VerificationError: content came back different and could not be repaired; the sleeper is
             FAULTED.
-        TorporError: a host copy, the checkpoint, a rebuild or a reset failed.
+        TorporError: the checkpoint, a rebuild or a reset failed.
     """
     machine = context.machine
     before = context.released
     epochs = dataclasses.replace(context.epochs)
-    books = [_Page(entry) for entry in context.ledger]
+    books = [Page(entry) for entry in context.ledger]
     after = {tag: level for tag, level in before.items() if tag not in rise.tags}
     try:
         machine.move(State.WAKING)
@@ -153,35 +144,44 @@ def wake(context: Context, door: Door, rise: Rise) -> None:
         machine.move(State.ASLEEP if after else State.AWAKE, moved_bytes=rise.mapped_bytes)
     except BaseException as error:
         if machine.state is State.WAKING:
-            _roll_back(context, rise, before)
-            context.epochs = epochs
-            for page in books:
-                page.put_back()
-            lasting = isinstance(error, VerificationError)
-            machine.move(State.FAULTED if lasting else State.ASLEEP)
+            try:
+                context.released = before
+                context.epochs = epochs
+                door.forget()
+                _roll_back(rise, books)
+            finally:
+                lasting = isinstance(error, VerificationError)
+                machine.move(State.FAULTED if lasting else State.ASLEEP)
         raise
+
+
+def _roll_back(rise: Rise, books: list[Page]) -> None:
+    for arena in rise.arenas:
+        arena.give_up()
+    for page in books:
+        page.put_back()
+        # Whatever is rebuilt from sources is due once more: they may have come and gone.
+        page.entry.stale = page.entry.rebuild is not None and not page.by_hand
 
 
 def _fill(context: Context, door: Door, rise: Rise) -> None:
     phase = rise.stopwatch.phase
-    # What will be written now gets its pages now; a cache gets them as it fills.
-    filled = {id(entry.arena) for entry in rise.entries if entry.policy.verified}
     with phase("map"):
-        for arena in rise.arenas:
-            # Mapped whole before anything is copied: a shortage must not cost a copy.
-            arena.remap(arena.nbytes, populate=id(arena) in filled)
-        rise.mapped_bytes = sum(arena.mapped_bytes for arena in rise.arenas)
+        _map(rise)
     with phase("poison"):
         poison(context, rise.entries)
     kept = [entry for entry in rise.entries if entry.policy.verified and not entry.is_dirty]
     for entry in rise.entries:
-        entry.valid = not entry.policy.verified
+        count_as_lost(entry)
     with phase("restore"):
-        rise.restored_bytes = restore(context, kept)
+        rise.restored_bytes, errors = restore(context, kept)
     with phase("verify"):
         damaged = settle(context, kept)
-        if damaged:
-            _repair(context, rise, damaged)
+    if damaged:
+        with phase("repair"):
+            rise.repaired += repair(
+                context, damaged, errors, reloading=rise.reload, lenient=not rise.same_epoch
+            )
     if rise.reload:
         with phase("reload"):
             _reload(context, door, rise)
@@ -189,57 +189,33 @@ def _fill(context: Context, door: Door, rise: Rise) -> None:
         clear_caches(context, rise.entries, fresh=True)
     with phase("rebuild"):
         _rebuild(context, rise)
-    _count(rise)
+    verifiable = [entry for entry in rise.entries if entry.policy.verified]
+    rise.verifiable = len(verifiable)
+    rise.verified = sum(entry.valid for entry in verifiable)
 
 
-def _repair(context: Context, rise: Rise, damaged: list[Entry]) -> None:
-    """Copy once more; else read those tensors from the checkpoint, if it holds this epoch."""
-    names = [entry.name for entry in damaged]
-    damaged = copy_again(context, damaged)
-    if damaged and context.reload is not None and context.epochs.from_checkpoint:
-        _reload_some(context, damaged)
-        damaged = settle(context, damaged)
-    if damaged and rise.lenient:
-        for entry in damaged:
-            entry.host = None
-        return
-    if damaged:
-        still = [entry.name for entry in damaged]
-        raise VerificationError(
-            f"{len(still)} tensors came back different from what went to sleep: "
-            f"{', '.join(still[:8])}; wake_up(reload=True) reads them from the checkpoint, "
-            "wake_up(reload=False) leaves filling them to an update",
-            still,
-        )
-    rise.repaired += names
-
-
-def _reload_some(context: Context, entries: list[Entry]) -> None:
-    assert context.reload is not None
-    by_parameter = context.slices.by_parameter()
-    parts = {
-        part.name: part for entry in entries for name in entry.aliases
-        for part in by_parameter.get(name, ())
-    }  # fmt: skip
-    for name, value in pairs_of(context.reload, parts):
-        part = parts[name]
-        target = context.ledger[part.parameter].aliases[part.parameter]()
-        if target is None:
-            continue
-        part.rows_of(target).copy_(value)
+def _map(rise: Rise) -> None:
+    # What will be written now gets its pages now; a cache gets them as it fills.
+    filled = {id(entry.arena) for entry in rise.entries if entry.policy.verified}
+    for arena in rise.arenas:
+        # An interrupted call may have left memory here, and cleared caches count on fresh pages.
+        arena.unmap()
+    for arena in rise.arenas:
+        # Mapped whole before anything is copied: a shortage must not cost a copy.
+        arena.remap(arena.nbytes, populate=id(arena) in filled)
+    rise.mapped_bytes = sum(arena.mapped_bytes for arena in rise.arenas)
 
 
 def _reload(context: Context, door: Door, rise: Rise) -> None:
-    if context.reload is None:
-        raise StateError("there is no checkpoint to reload from; pass reload= to Sleeper")
-    official = {entry.name: entry.digest for entry in rise.entries if entry.policy.verified}
+    assert context.reload is not None, "wake_up() asked"
+    official = {id(entry): entry.digest for entry in rise.entries if entry.policy.verified}
     door.run(context.reload, None)
     if not rise.same_epoch:
         return
     differing = [
         entry.name
         for entry in rise.entries
-        if official.get(entry.name) is not None and entry.digest != official[entry.name]
+        if (digest := official.get(id(entry))) is not None and entry.digest != digest
     ]
     if differing:
         raise VerificationError(
@@ -268,15 +244,3 @@ def _rebuild(context: Context, rise: Rise) -> None:
         )
     for entry, digest in zip(verified, digests, strict=True):
         entry.digest = digest
-
-
-def _count(rise: Rise) -> None:
-    verifiable = [entry for entry in rise.entries if entry.policy.verified]
-    rise.verifiable = len(verifiable)
-    rise.verified = sum(entry.valid for entry in verifiable)
-
-
-def _roll_back(context: Context, rise: Rise, before: dict[str, int]) -> None:
-    context.released = before
-    for arena in rise.arenas:
-        arena.unmap()
