@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders, models
 
 from torpor.engine.detokenizer import Detokenizer, StopStrings
 from torpor.engine.text import Tokenizer
@@ -49,6 +52,18 @@ def test_special_tokens_are_left_out_unless_wanted(tokenizer: Tokenizer) -> None
     assert "".join(pieces_of(tokenizer, ids)) == "one two"
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
     assert "".join(map(detokenizer.push, ids)) == "one<|pad|><|pad|> two"
+
+
+def test_a_space_that_belongs_to_a_word_survives_a_special_token(tmp_path: Path) -> None:
+    # Such tokenizers drop the space of the first word they decode, so the window must not begin
+    # at a word that comes later.
+    vocab = {"▁one": 0, "▁two": 1, "<pad>": 2}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens(["<pad>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+    assert pieces_of(tokenizer, [2, 0, 2, 2, 1]) == ["", "one", "", "", " two", ""]
 
 
 def test_a_stop_string_cuts_the_text() -> None:

@@ -207,6 +207,7 @@ def test_several_completions_share_one_prompt_computation(bench: Make) -> None:
     outputs = made.run(n=3, temperature=1.0, max_tokens=4, ignore_eos=True).outputs
     assert [output.index for output in outputs] == [0, 1, 2]
     assert len({output.token_ids for output in outputs}) == 3
+    assert all(len(set(output.token_ids)) > 1 for output in outputs), "positions share their noise"
     prefills = [ids for ids, positions in made.model.calls if positions[0] == 0]
     assert prefills == [[5, 6, 7]]
     assert [positions for _, positions in made.model.calls[1:]] == [[3], [4], [5]] * 3

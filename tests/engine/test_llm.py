@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -437,8 +438,10 @@ def test_a_pause_ends_only_when_nothing_sleeps(llm: LLM) -> None:
     llm.sleep(1)
     llm.wake_up(["weights"])
     assert llm.is_sleeping()
+    assert llm.status()["is_paused"]
     llm.wake_up(["kv_cache"])
     assert not llm.is_sleeping()
+    assert not llm.status()["is_paused"]
     llm.generate(PROMPTS, GREEDY)
 
 
@@ -578,6 +581,19 @@ def test_an_update_answers_exactly_as_a_fresh_model(
     if level is not None:
         llm.wake_up(["kv_cache"])
     assert answers(llm) == expected != before
+
+
+def test_resetting_the_prefix_cache_ends_an_update(llm: LLM) -> None:
+    llm.sleep(2)
+    llm.wake_up(["weights"])
+    *most, last = tiny_weights(1).items()
+    llm.load_weights(most)
+    with pytest.raises(WeightsIncompleteError, match=re.escape(last[0])):
+        llm.reset_prefix_cache()
+    llm.load_weights([last])
+    epoch = llm.status()["weights_epoch"]
+    assert llm.reset_prefix_cache() is True
+    assert llm.status()["weights_epoch"] == epoch + 1
 
 
 def test_outputs_name_the_weights_they_come_from(llm: LLM) -> None:

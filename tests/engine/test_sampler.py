@@ -284,6 +284,13 @@ def test_equal_logprobs_have_different_ranks_by_id() -> None:
     ]
 
 
+def test_equal_tokens_of_lower_id_rank_before_the_sampled_one() -> None:
+    params = SamplingParams(temperature=0, logprobs=0)
+    token = sample(torch.zeros(4), params, seed=0, position=0, forbidden=[0, 1])
+    assert token.logprobs is not None
+    assert (token.token_id, token.logprobs[0].rank) == (2, 3)
+
+
 def test_half_precision_logits_are_sampled_too() -> None:
     logits = torch.randn(100, generator=torch.Generator().manual_seed(4)).bfloat16()
     params = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=2)

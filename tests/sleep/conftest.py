@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.sleep.kit import Rig
 
 from torpor.sleep.poison import PATTERNS
 from torpor.sleep.sleeper import Sleeper
@@ -34,6 +35,22 @@ def sleeper_for(tmp_path: Path) -> Iterator[SleeperMaker]:
     yield make
     for sleeper in made:
         sleeper.close(discard=True)
+
+
+@pytest.fixture
+def rig_for(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    """Makes rigs that spill into a private folder; their sleepers are closed at the end."""
+    made: list[Rig] = []
+
+    def make(**options: Any) -> Rig:
+        options.setdefault("spill_dir", tmp_path)
+        made.append(Rig(**options))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.device.disarm()
+        rig.sleeper.close(discard=True)
 
 
 @pytest.fixture(params=PATTERNS, ids=lambda pattern: f"poison-{pattern:#x}")

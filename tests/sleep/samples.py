@@ -137,22 +137,3 @@ def bits(tensor: torch.Tensor) -> bytes:
     """The tensor's elements as bytes: equal bits, not equal values."""
     flat = tensor.detach().contiguous().reshape(-1)
     return bytes(flat.view(torch.uint8).tolist())
-
-
-def cycle(sleeper: Any, level: int) -> None:
-    """Sleep and wake; at level 2 put back the weights that the caller's state had before."""
-    weights = {
-        name: value.clone()
-        for name, value in _checkpoint(sleeper).items()
-    }
-    sleeper.sleep(level)
-    sleeper.wake_up(reload=False) if level == 2 else sleeper.wake_up()
-    if level == 2:
-        sleeper.update_weights(weights)
-
-
-def _checkpoint(sleeper: Any) -> dict[str, torch.Tensor]:
-    held: dict[str, torch.Tensor] = {}
-    for prefix, root in sleeper._roots.items():
-        held |= {f"{prefix}.{k}" if prefix else k: v for k, v in root.state_dict().items()}
-    return held

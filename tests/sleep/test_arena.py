@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from tests.sleep.samples import DTYPES, ShortDevice, bits, values_of
+
 from torpor.errors import ArenaError, OutOfMemoryError
 from torpor.sleep.adopt import tensor_in
 from torpor.sleep.arena import SLOT_ALIGNMENT, Arena
@@ -53,6 +53,7 @@ def test_memory_is_as_large_as_the_books_say() -> None:
     assert (arena.is_mapped, arena.mapped_bytes, arena.resident_bytes()) == (False, 0, 0)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_views_of_every_dtype_and_layout(dtype: torch.dtype) -> None:
     arena = arena_of(MIB)
@@ -80,7 +81,9 @@ def test_views_without_or_with_one_element(shape: tuple[int, ...]) -> None:
 def test_slots_are_aligned_and_apart(sizes: list[int]) -> None:
     arena = arena_of(sum(size + SLOT_ALIGNMENT for size in sizes))
     slots = [(arena.allocate(size), size) for size in sizes]
-    for (offset, size), (next_offset, _) in zip(slots, [*slots[1:], (arena.nbytes, 0)], strict=True):
+    for (offset, size), (next_offset, _) in zip(
+        slots, [*slots[1:], (arena.nbytes, 0)], strict=True
+    ):
         assert (arena.address + offset) % SLOT_ALIGNMENT == 0
         assert offset + size <= next_offset
 

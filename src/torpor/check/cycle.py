@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -93,27 +94,29 @@ def run_cycle(
     recorder = Recorder()
     start_s = time.perf_counter()
     before_load_bytes = process_rss_bytes()
-    with recorder.sampling():
+    with contextlib.ExitStack() as closing, recorder.sampling():
         with recorder.span("load"):
-            llm = LLM(model, num_threads=options.num_threads, progress=progress)
-            load_s = time.perf_counter() - start_s
-        with llm:
-            if listener:
-                listener.loaded(llm, load_s)
-            recorder.mark({}, 0.0)
-            recorder.mark(resident_by_class(llm.status()))
-            with recorder.span("answer"):
-                oracle = Oracle(llm, options.prompts, max_tokens=options.max_tokens)
-            if listener:
-                listener.answered(oracle.reference, oracle.reference_s)
-            tripper = RoundTripper(
-                llm, oracle, nap_s=options.nap_s, recorder=recorder, listener=listener
+            llm = closing.enter_context(
+                LLM(model, num_threads=options.num_threads, progress=progress)
             )
-            trips, failure = _run_all(tripper, options.cycles)
-            if failure is not None and listener:
-                listener.failed(failure)
-            status = llm.status()
-            recorder.mark(resident_by_class(status))
+            load_s = time.perf_counter() - start_s
+        if listener:
+            listener.loaded(llm, load_s)
+        # What is owned is known from here on; loading fills it bit by bit before.
+        recorder.mark({})
+        recorder.mark(resident_by_class(llm.status()))
+        with recorder.span("answer"):
+            oracle = Oracle(llm, options.prompts, max_tokens=options.max_tokens)
+        if listener:
+            listener.answered(oracle.reference, oracle.reference_s)
+        tripper = RoundTripper(
+            llm, oracle, nap_s=options.nap_s, recorder=recorder, listener=listener
+        )
+        trips, failure = _run_all(tripper, options.cycles)
+        if failure is not None and listener:
+            listener.failed(failure)
+        status = llm.status()
+        recorder.mark(resident_by_class(status))
     return CycleResult(
         model=str(model),
         cycles=options.cycles,

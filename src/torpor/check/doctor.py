@@ -231,9 +231,7 @@ def _look(llm: LLM, load_s: float) -> _Findings:
     )
 
 
-def _examine(
-    llm: LLM, oracle: Oracle, poison: int, listener: DoctorListener | None
-) -> Examination:
+def _examine(llm: LLM, oracle: Oracle, poison: int, listener: DoctorListener | None) -> Examination:
     tripper = RoundTripper(llm, oracle)
     trips: list[RoundTrip] = []
     failure = None
@@ -254,10 +252,7 @@ def _examine(
 
 def _escaped(examinations: Sequence[Examination]) -> tuple[str, ...]:
     names = (
-        name
-        for entry in examinations
-        for trip in entry.trips
-        for name in trip.nap.report.escaped
+        name for entry in examinations for trip in entry.trips for name in trip.nap.report.escaped
     )
     return tuple(dict.fromkeys(names))
 

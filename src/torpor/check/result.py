@@ -107,16 +107,16 @@ class CycleResult:
             "logprobs_equal": self._all(lambda trip: trip.comparison.logprobs_equal),
             "verified": self._all(lambda trip: trip.verified),
             "verified_tensors": _by_level(
-                lambda level: self.median_bytes(level, lambda trip: trip.wake.verified)
+                lambda level: self.median_bytes(level, lambda trip: trip.rise.report.verified)
             ),
             "rss_bytes": self._rss_bytes(),
             "arena_rss_bytes": self._arena_rss_bytes(),
             "owned_bytes": dict(self.owned_bytes),
             "copied_bytes": self._total(lambda trip: trip.nap.report.copied_bytes),
-            "restored_bytes": self._total(lambda trip: trip.wake.restored_bytes),
+            "restored_bytes": self._total(lambda trip: trip.rise.report.restored_bytes),
             "host_copy_bytes": _by_level(self._host_copy_bytes),
             "sleep_s": self._median_s(lambda trip: trip.nap.sleep_s),
-            "wake_s": self._median_s(lambda trip: trip.wake_s),
+            "wake_s": self._median_s(lambda trip: trip.rise.wake_s),
             "load_s": self.load_s,
             "spent_s": self.spent_s(),
             "max_tokens": self.max_tokens,
@@ -143,7 +143,7 @@ class CycleResult:
             "answer": self.reference_s + sum(trip.comparison.generate_s for trip in trips),
             "sleep": sum(trip.nap.sleep_s for trip in trips),
             "asleep": self.nap_s * len(trips),
-            "wake": sum(trip.wake_s for trip in trips),
+            "wake": sum(trip.rise.wake_s for trip in trips),
             "verify": sum(trip.check.total_s for trip in trips),
         }
         return {**parts, "total": self.total_s}

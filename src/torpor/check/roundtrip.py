@@ -50,13 +50,22 @@ class Nap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rise:
+    """The second half: what waking did."""
+
+    report: WakeReport
+    wake_s: float
+    """Seconds of the call, all of it."""
+    rss_bytes: int
+    """Of the whole process, just after."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundTrip:
     """A whole sleep and wake, and whether the model came back as it was."""
 
     nap: Nap
-    wake: WakeReport
-    wake_s: float
-    """Seconds of the call, all of it."""
+    rise: Rise
     check: VerifyReport
     """All digests once more, after the answers."""
     comparison: Comparison
@@ -68,7 +77,7 @@ class RoundTrip:
         """Whether every owned tensor's digest was compared, and equal, at sleep, wake and after."""
         counts = (
             (self.nap.report.verified, self.nap.report.total_verifiable),
-            (self.wake.verified, self.wake.total_verifiable),
+            (self.rise.report.verified, self.rise.report.total_verifiable),
             (self.check.verified, self.check.total_verifiable),
         )
         return self.check.ok and all(
@@ -78,9 +87,7 @@ class RoundTrip:
     @property
     def intact(self) -> bool:
         """Whether digests, tokens and log probabilities are all equal."""
-        return (
-            self.verified and self.comparison.tokens_equal and self.comparison.logprobs_equal
-        )
+        return self.verified and self.comparison.tokens_equal and self.comparison.logprobs_equal
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form."""
@@ -93,13 +100,17 @@ class RoundTrip:
             "verified": self.verified,
             "num_verifiable": self.num_verifiable,
             "sleep_s": nap.sleep_s,
-            "wake_s": self.wake_s,
+            "wake_s": self.rise.wake_s,
             "generate_s": self.comparison.generate_s,
             "verify_s": self.check.total_s,
-            "rss_bytes": {"awake": nap.awake_rss_bytes, "asleep": nap.asleep_rss_bytes},
+            "rss_bytes": {
+                "before": nap.awake_rss_bytes,
+                "asleep": nap.asleep_rss_bytes,
+                "after": self.rise.rss_bytes,
+            },
             "host_copy_bytes": dict(nap.host_copy_bytes),
             "sleep_report": nap.report.to_dict(),
-            "wake_report": self.wake.to_dict(),
+            "wake_report": self.rise.report.to_dict(),
         }
 
 
@@ -132,7 +143,7 @@ class Listener(Protocol):
         """The model is asleep."""
         ...
 
-    def woke(self, nap: Nap, report: WakeReport, wake_s: float) -> None:
+    def woke(self, nap: Nap, rise: Rise) -> None:
         """The model is awake again and has not answered yet."""
         ...
 
@@ -190,17 +201,16 @@ class RoundTripper:
         nap = self._sleep(level, cycle)
         if self._listener:
             self._listener.slept(nap)
-        report, wake_s = self._wake(level, cycle)
+        rise = self._wake(level, cycle)
         if self._listener:
-            self._listener.woke(nap, report, wake_s)
+            self._listener.woke(nap, rise)
         with self._recorder.span("answer", level=level, cycle=cycle):
             comparison = self._oracle.ask_again()
         with self._recorder.span("verify", level=level, cycle=cycle):
             check = self._llm.verify()
         trip = RoundTrip(
             nap=nap,
-            wake=report,
-            wake_s=wake_s,
+            rise=rise,
             check=check,
             comparison=comparison,
             num_verifiable=self._num_verifiable,
@@ -232,7 +242,7 @@ class RoundTripper:
             host_copy_bytes=self._host_copies(),
         )
 
-    def _wake(self, level: int, cycle: int) -> tuple[WakeReport, float]:
+    def _wake(self, level: int, cycle: int) -> Rise:
         before = resident_by_class(self._llm.status())
         start_s = time.perf_counter()
         with self._recorder.span("wake", level=level, cycle=cycle) as span:
@@ -241,7 +251,7 @@ class RoundTripper:
             span.phase_s = report.seconds
         after = resident_by_class(self._llm.status())
         self._recorder.mark_transition(before, after, "map")
-        return report, wake_s
+        return Rise(report=report, wake_s=wake_s, rss_bytes=process_rss_bytes())
 
     def _host_copies(self) -> dict[str, int]:
         sums: dict[str, int] = {}

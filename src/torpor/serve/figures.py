@@ -42,7 +42,7 @@ def figure_rows(result: CycleResult) -> list[Row]:
 def _digests(facts: dict[str, Any], level: str) -> str:
     if not facts["verified"][level]:
         return "NO"
-    return f"{facts['verified_tensors'][level]} × {facts['cycles_done'][level]}"
+    return f"{facts['verified_tensors'][level]} in each of {facts['cycles_done'][level]} cycles"
 
 
 def _yes(equal: bool) -> str:

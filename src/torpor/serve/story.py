@@ -17,10 +17,9 @@ from torpor.sleep.classes import LEVELS
 if TYPE_CHECKING:
     from torpor.check.oracle import Answer
     from torpor.check.result import CycleResult
-    from torpor.check.roundtrip import Failure, Nap, RoundTrip
+    from torpor.check.roundtrip import Failure, Nap, Rise, RoundTrip
     from torpor.engine.llm import LLM
     from torpor.serve.terminal import Terminal
-    from torpor.sleep.reports import WakeReport
 
 _INTRODUCTIONS = {
     1: "Level 1: keep a copy. Weights wait in their file; what no file holds is copied to one.",
@@ -47,7 +46,7 @@ class Silence:
     def slept(self, nap: Nap) -> None:
         """Nothing."""
 
-    def woke(self, nap: Nap, report: WakeReport, wake_s: float) -> None:
+    def woke(self, nap: Nap, rise: Rise) -> None:
         """Nothing."""
 
     def proved(self, trip: RoundTrip) -> None:
@@ -104,20 +103,18 @@ class Story:
         self._out.print(Text(_INTRODUCTIONS[nap.level], style="bold cyan"))
         self._scale_bytes = max(nap.awake_rss_bytes, 1)
         self._memory("awake", nap.awake_rss_bytes, "green", "")
+        copied = f"{size(nap.report.copied_bytes)} copied"
         self._memory(
-            "asleep",
-            nap.asleep_rss_bytes,
-            "blue",
-            f"in {duration(nap.sleep_s)}, {size(nap.report.copied_bytes)} copied",
+            "asleep", nap.asleep_rss_bytes, "blue", f"in {duration(nap.sleep_s)}, {copied}"
         )
 
-    def woke(self, nap: Nap, report: WakeReport, wake_s: float) -> None:
+    def woke(self, nap: Nap, rise: Rise) -> None:
         """Show the memory after waking, and the digests."""
         if nap.cycle == 1:
+            report = rise.report
             digests = f"{report.verified} of {report.total_verifiable} digests equal"
-            self._memory(
-                "awake", nap.awake_rss_bytes, "green", f"in {duration(wake_s)}, {digests}"
-            )
+            remark = f"in {duration(rise.wake_s)}, {digests}"
+            self._memory("awake", rise.rss_bytes, "green", remark)
         self._wait("answering again")
 
     def proved(self, trip: RoundTrip) -> None:
@@ -129,7 +126,7 @@ class Story:
                 self._line("answers", Text(_shown(answer), style="bold"))
             self._line("", verdict)
             return
-        times = f"asleep in {duration(trip.nap.sleep_s)}, awake in {duration(trip.wake_s)}: "
+        times = f"asleep in {duration(trip.nap.sleep_s)}, awake in {duration(trip.rise.wake_s)}: "
         self._line("again", Text(times).append_text(verdict))
 
     def failed(self, failure: Failure) -> None:
@@ -203,16 +200,16 @@ def verdict_line(result: CycleResult) -> Text:
     )
     return Text.assemble(
         badge,
-        f" {count(trips, 'sleep')}, {count(trips, 'wake')}: every digest, every token and every bit "
-        "of every log probability is the same.",
+        f" {count(trips, 'sleep')}, {count(trips, 'wake')}: every digest, every token and every "
+        "bit of every log probability is the same.",
     )
 
 
 def _caption(result: CycleResult) -> Text:
     spent = result.spent_s()
     return Text(
-        f"Medians of {count(result.cycles, 'cycle')}. Before loading, Python and PyTorch alone took "
-        f"{size(result.before_load_rss_bytes)}; the arenas hold what the model owns. "
+        f"Medians of {count(result.cycles, 'cycle')}. Before loading, Python and PyTorch alone "
+        f"took {size(result.before_load_rss_bytes)}; the arenas hold what the model owns. "
         f"{duration(spent['total'])} in all, {duration(spent['answer'])} of it answering, "
         f"{duration(spent['load'])} loading; {count(result.rig.torch_threads, 'thread')}.",
         style="dim",
@@ -221,7 +218,7 @@ def _caption(result: CycleResult) -> Text:
 
 def _shown(answer: Answer) -> str:
     """An answer on one line; it ends where its tokens end."""
-    return " ".join(printable(answer.text).split()) + " …"
+    return " ".join(printable(answer.text).split()) + "…"
 
 
 def _proof(trip: RoundTrip) -> Text:

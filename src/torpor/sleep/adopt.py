@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 Way = Callable[[torch.Tensor], Callable[[], "torch.Tensor | None"]]
 
+_SHARED = "its memory is shared with other processes, or with a file that writes go to"
+_HANDED_OUT = "its memory was handed out before (to numpy, or built over foreign memory)"
 _STEP_BYTES = 16 * 1024 * 1024
 
 # When one storage has names of several classes, the one that demands most of a reload wins.
@@ -108,31 +110,31 @@ def check_names(ledger: Ledger, found: Iterable[Found]) -> None:
 def refusals(ledger: Ledger, device: Device, found: Iterable[Found]) -> dict[int, str]:
     """Why bytes cannot be moved, by the ``id`` of the tensor; those that can are not in it."""
     reasons: dict[int, str] = {}
-    fixed: list[torch.Tensor] = []
+    doubtful: list[torch.Tensor] = []
     for item in found:
         tensor = item.tensor
         reason = refusal(tensor, device.torch_device)
         if reason is not None:
             reasons[id(tensor)] = reason
-            continue
+        elif ledger.of_storage(tensor.untyped_storage()) is None and _is_doubtful(tensor):
+            doubtful.append(tensor)
+    memory = MemoryMap() if doubtful and device.torch_device.type == "cpu" else None
+    for tensor in doubtful:
         storage = tensor.untyped_storage()
-        if not storage.resizable() and ledger.of_storage(storage) is None:
-            fixed.append(tensor)
-    memory = MemoryMap() if fixed and device.torch_device.type == "cpu" else None
-    for tensor in fixed:
-        if memory is not None and not _is_private_file(memory, tensor.untyped_storage()):
-            reasons[id(tensor)] = (
-                "its memory was handed out before (to numpy, or built over foreign memory)"
-            )
+        if memory is not None and not _is_private_file(memory, storage.data_ptr()):
+            reasons[id(tensor)] = _SHARED if storage.is_shared() else _HANDED_OUT
     return reasons
 
 
-def _is_private_file(memory: MemoryMap, storage: torch.UntypedStorage) -> bool:
-    """Whether the bytes are a file's that nobody else looks at through this mapping.
+def _is_doubtful(tensor: torch.Tensor) -> bool:
+    """Whether somebody else may know the address: torch says so of every file mapping too."""
+    storage = tensor.untyped_storage()
+    return storage.is_shared() or not storage.resizable()
 
-    Not resizable and not a file mapping means that somebody outside torch knows the address.
-    """
-    mapping = memory.find(storage.data_ptr())
+
+def _is_private_file(memory: MemoryMap, address: int) -> bool:
+    """Whether the bytes are a file's, and writes to them stay in this process."""
+    mapping = memory.find(address)
     return mapping is not None and mapping.is_file and mapping.permissions.endswith("p")
 
 

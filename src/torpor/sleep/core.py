@@ -80,7 +80,6 @@ class SleeperCore:
             OutOfMemoryError: no memory for the arenas.
         """
         self._lock = threading.RLock()
-        self._busy: int | None = None
         self._closed = False
         self._escaped: tuple[str, ...] = ()
         self._roots = named_modules(modules)
@@ -115,16 +114,20 @@ class SleeperCore:
 
     @contextmanager
     def _exclusive(self, *, closing: bool = False) -> Iterator[None]:
+        nested = self._is_inside()
         with self._lock:
             if self._closed and not closing:
                 raise StateError("this sleeper is closed; make a new one")
-            outer, self._busy = self._busy, threading.get_ident()
             try:
                 yield
             finally:
-                self._busy = outer
-                if outer is None and not self._closed:
+                if not nested and not self._closed:
                     self._sync_guard()
+
+    def _is_inside(self) -> bool:
+        """Whether this thread is in the middle of a call. Asked of the lock: a note of our own
+        would be wrong for ever after an interrupt in the wrong place."""
+        return bool(self._lock._is_owned())  # type: ignore[attr-defined]
 
     def _sync_guard(self) -> None:
         """Guard the modules exactly while something of theirs cannot be used as it is."""
@@ -136,7 +139,7 @@ class SleeperCore:
 
     def _require_use(self, *tags: str) -> None:
         # A rebuild inside a transition may run a module; its sources are valid by then.
-        if self._busy != threading.get_ident():
+        if not self._is_inside():
             self._require_ready(tag for tag in tags if tag in self._context.ledger.tags())
 
     def _require_ready(self, tags: Iterable[str]) -> None:

@@ -111,6 +111,7 @@ class Guard:
         self._require_optimizer = require_optimizer
         self._handles: list[RemovableHandle] = []
         self._shadows: list[Shadow] = []
+        self._complete = False
 
     @property
     def is_installed(self) -> bool:
@@ -119,8 +120,9 @@ class Guard:
 
     def install(self) -> None:
         """Put every check in place. Repeating it changes nothing."""
-        if self.is_installed:
+        if self._complete:
             return
+        self.remove()  # What an interrupt has left of an earlier attempt.
         check = _untraced(_always(self._require_module))
         for module in self._submodules():
             self._handles.append(module.register_state_dict_pre_hook(check))
@@ -133,9 +135,11 @@ class Guard:
                 self._shadows.append(Shadow(module, *self._before_zeroing()))
         for optimizer in self._optimizers:
             self._guard_optimizer(optimizer)
+        self._complete = True
 
     def remove(self) -> None:
         """Take every check away. Repeating it changes nothing."""
+        self._complete = False
         while self._shadows:
             self._shadows[-1].remove()
             self._shadows.pop()

@@ -66,7 +66,7 @@ def plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.
 
 
 def refusal(tensor: torch.Tensor, device: torch.device) -> str | None:
-    """Why a tensor's bytes cannot be moved, or None when they can (file mappings aside)."""
+    """Why a tensor's bytes cannot be moved, as far as the tensor itself tells; else None."""
     if is_lazy(tensor):
         return "not initialised yet; run a forward, then adopt()"
     if tensor.layout != torch.strided:
@@ -76,8 +76,6 @@ def refusal(tensor: torch.Tensor, device: torch.device) -> str | None:
     storage = storage_of(tensor)
     if storage is None or not _has_memory(storage):
         return f"{type(tensor).__name__} has no storage that can be moved"
-    if device.type == "cpu" and storage.is_shared():
-        return "its memory is shared with other processes, or with a file that writes go to"
     return None
 
 

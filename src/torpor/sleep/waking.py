@@ -183,8 +183,10 @@ def _fill(context: Context, door: Door, rise: Rise) -> None:
                 context, damaged, errors, reloading=rise.reload, lenient=not rise.same_epoch
             )
     if rise.reload:
+        due = [entry for entry in rise.entries if entry.rebuild is not None and not entry.valid]
         with phase("reload"):
             _reload(context, door, rise)
+        rise.rebuilt += [entry.name for entry in due if entry.valid]
     with phase("clear"):
         clear_caches(context, rise.entries, fresh=True)
     with phase("rebuild"):

@@ -16,6 +16,8 @@ from torpor.sleep.storage import plain_tensors
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+_MAX_NESTING = 50
+
 Modules = nn.Module | Mapping[str, nn.Module]
 
 
@@ -102,20 +104,22 @@ def optimizer_tensors(
                 yield Found(grad_name, parameter.grad, OwnershipClass.BUFFER, "optimizer", False)
 
 
-def nested_tensors(name: str, value: Any, *, strict: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def nested_tensors(
+    name: str, value: Any, *, strict: bool, depth: int = 0
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in any nesting of mappings, lists, tuples and None.
 
     Raises:
-        OwnershipError: ``strict`` and a leaf is something else.
+        OwnershipError: ``strict`` and a leaf is something else, or the nesting has no end.
     """
+    if depth > _MAX_NESTING:
+        raise OwnershipError(f"{name[:80]}... is nested more than {_MAX_NESTING} levels deep")
     if isinstance(value, torch.Tensor):
         yield from plain_tensors(name, value)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from nested_tensors(f"{name}.{key}", item, strict=strict)
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from nested_tensors(f"{name}.{index}", item, strict=strict)
+    elif isinstance(value, (Mapping, list, tuple)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from nested_tensors(f"{name}.{key}", item, strict=strict, depth=depth + 1)
     elif strict and value is not None:
         raise OwnershipError(
             f"{name} is a {type(value).__name__}, neither a tensor nor a container of tensors; "

@@ -1,0 +1,168 @@
+"""``torpor doctor``: the ownership table, what stays resident, the round trips, a verdict."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from torpor.serve.exits import FAILED, MISMATCH, OK
+from torpor.serve.loading import loading
+from torpor.serve.words import count, duration, size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import JustifyMethod
+
+    from torpor.check.doctor import Diagnosis
+    from torpor.check.roundtrip import RoundTrip
+    from torpor.serve.terminal import Terminal
+    from torpor.sleep.status import OwnerRow
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_MAX_ELSEWHERE = 5
+_BADGES = {
+    "healthy": (" HEALTHY ", "bold black on green"),
+    "findings": (" FINDINGS ", "bold black on yellow"),
+    "mismatch": (" MISMATCH ", "bold white on red"),
+}
+
+
+def examine(
+    terminal: Terminal, model: str, *, max_tokens: int, threads: int, every: bool, strict: bool
+) -> int:
+    """Examine a model and show the diagnosis; the exit code.
+
+    Args:
+        every: list every tensor, not groups of layers.
+        strict: fail when anything stays resident.
+
+    Raises:
+        TorporError: the model cannot be loaded, or a transition failed.
+    """
+    with loading(terminal) as bar:
+        from torpor.check.doctor import doctor
+
+        diagnosis = doctor(model, max_tokens=max_tokens, num_threads=threads, progress=bar)
+    if terminal.json_wanted:
+        terminal.emit(diagnosis.to_dict())
+    else:
+        show(terminal, diagnosis, every=every)
+    if diagnosis.verdict == "mismatch":
+        return MISMATCH
+    return FAILED if strict and diagnosis.verdict == "findings" else OK
+
+
+def show(terminal: Terminal, diagnosis: Diagnosis, *, every: bool) -> None:
+    """Write a diagnosis for a person."""
+    out = terminal.out
+    out.print(Text.assemble(("Owners", "bold"), f" of {diagnosis.model}"))
+    out.print(_owners(diagnosis.owners, every=every))
+    out.print()
+    _show_residents(terminal, diagnosis)
+    out.print()
+    out.print(Text("Round trips, with memory poisoned before it is restored", "bold"))
+    out.print(_round_trips(diagnosis))
+    for entry in diagnosis.examinations:
+        if entry.failure is not None:
+            out.print(Text(f"{entry.failure.type}: {entry.failure.message}", "red"))
+    out.print()
+    out.print(_verdict(diagnosis))
+
+
+def _owners(rows: Sequence[OwnerRow], *, every: bool) -> Table:
+    has_sources = any(row.sources for row in rows)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    columns: tuple[tuple[str, JustifyMethod], ...] = (
+        ("tensor", "left"), ("count", "right"), ("class", "left"), ("tag", "left"),
+        ("size", "right"), ("host copy", "left"),
+    )  # fmt: skip
+    for heading, justify in columns:
+        table.add_column(heading, justify=justify, header_style="dim", overflow="fold")
+    if has_sources:
+        table.add_column("computed from", header_style="dim", overflow="fold")
+    groups: dict[tuple[str, ...], list[OwnerRow]] = {}
+    for row in rows:
+        name = row.name if every else _NUMBER.sub("*", row.name)
+        key = (name, row.cls, row.tag, row.host_copy or "none", ", ".join(row.sources))
+        groups.setdefault(key, []).append(row)
+    for (name, cls, tag, host, sources), group in groups.items():
+        nbytes = sum(row.nbytes for row in group)
+        cells = [Text(name), str(len(group)), cls, tag, size(nbytes), host]
+        table.add_row(*cells, *([Text(sources)] if has_sources else []))
+    total = sum(row.nbytes for row in rows)
+    table.add_row(Text("all", "bold"), str(len(rows)), "", "", Text(size(total), "bold"), "")
+    return table
+
+
+def _show_residents(terminal: Terminal, diagnosis: Diagnosis) -> None:
+    out = terminal.out
+    out.print(Text("What stays in memory while the model sleeps", "bold"))
+    if not diagnosis.residents and not diagnosis.escaped:
+        out.print("nothing: every tensor of the model has an owner")
+    for row in diagnosis.residents:
+        out.print(
+            Text.assemble(
+                (row.name, "yellow"), f"  {size(row.resident_bytes)}: {row.reason}; ",
+                (row.remedy, "dim"),
+            )
+        )  # fmt: skip
+    for name in diagnosis.escaped:
+        out.print(Text.assemble((name, "yellow"), "  has left the memory that sleep can release"))
+    elsewhere = diagnosis.audit.elsewhere
+    if elsewhere:
+        total = sum(item.nbytes for item in elsewhere)
+        names = ", ".join(item.name for item in elsewhere[:_MAX_ELSEWHERE])
+        out.print(
+            Text(
+                f"{count(len(elsewhere), 'tensor')} of {size(total)} elsewhere in this process: "
+                f"{names}",
+                "dim",
+            )
+        )
+    out.print(Text(f"The audit cannot see {'; '.join(diagnosis.audit.blind_spots)}.", "dim"))
+
+
+def _round_trips(diagnosis: Diagnosis) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("poison", "level", "asleep in", "awake in", "digests", "tokens", "logprobs"):
+        table.add_column(heading, justify="right", header_style="dim")
+    for entry in diagnosis.examinations:
+        for trip in entry.trips:
+            table.add_row(f"{entry.poison:#04x}", *_cells(trip))
+    return table
+
+
+def _cells(trip: RoundTrip) -> list[Text]:
+    comparison, report = trip.comparison, trip.rise.report
+    return [
+        Text(str(trip.nap.level)),
+        Text(duration(trip.nap.sleep_s)),
+        Text(duration(trip.rise.wake_s)),
+        _fact(trip.verified, f"{report.verified} of {trip.num_verifiable} equal"),
+        _fact(comparison.tokens_equal, "equal"),
+        _fact(comparison.logprobs_equal, "equal"),
+    ]
+
+
+def _fact(holds: bool, words: str) -> Text:
+    return Text(words, "green") if holds else Text("DIFFERENT", "bold red")
+
+
+def _verdict(diagnosis: Diagnosis) -> Text:
+    badge = _BADGES[diagnosis.verdict]
+    if diagnosis.verdict == "mismatch":
+        what = (
+            "The model did not come back as it was."
+            if diagnosis.fresh_load_equal
+            else "Two loads of the model gave different answers."
+        )
+        return Text.assemble(badge, " ", what)
+    kept = sum(row.resident_bytes for row in diagnosis.residents)
+    what = "It woke as it fell asleep, at both levels and under both poison patterns"
+    if diagnosis.verdict == "findings":
+        return Text.assemble(badge, f" {what}; {size(kept)} stay in memory while it sleeps.")
+    return Text.assemble(badge, f" {what}. {duration(diagnosis.total_s)} in all.")

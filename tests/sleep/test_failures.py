@@ -1,0 +1,242 @@
+"""Failure at every step of sleep, wake and update: nothing is lost, nothing is wrong, all goes on.
+
+Two injectors: a device that fails at its k-th call, and an interrupt at the k-th line of our own
+code. After each, the sleeper has to be consistent, and either still answers right, or does so after
+the call is made again, or names what has to be sent again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+from tests.sleep.kit import MemorySource, Rig, weights_of
+
+import torpor.sleep
+from torpor.errors import (
+    ArenaError,
+    HostCopyError,
+    OutOfMemoryError,
+    TorporError,
+    WeightsIncompleteError,
+)
+
+OLD, NEW = weights_of(1), weights_of(2)
+RigMaker = Callable[..., Rig]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One transition to disturb."""
+
+    name: str
+    before: Callable[[Rig], Any]
+    """From awake, right and without host copies to where the transition starts."""
+    act: Callable[[Rig], Any]
+    has_checkpoint: bool = False
+    may_lose: bool = False
+    """Whether an interrupted one may leave weights invalid by name: nobody has a copy of them."""
+
+    def options(self) -> dict[str, Any]:
+        """What a rig for this case is made with."""
+        return {"weights": OLD, "reload": MemorySource(OLD) if self.has_checkpoint else None}
+
+    def prepare(self, rig: Rig) -> None:
+        """From anywhere awake to where the transition starts."""
+        rig.sleeper.update_weights(NEW)
+        if self.has_checkpoint:
+            rig.sleeper.reload_weights()
+        else:
+            rig.sleeper.update_weights(OLD)
+        self.before(rig)
+
+
+def _as_it_is(rig: Rig) -> None:
+    """Awake, with host copies of nothing."""
+
+
+def _with_copies(rig: Rig) -> None:
+    rig.sleeper.sleep(1)
+    rig.sleeper.wake_up()
+
+
+def _written_outside(rig: Rig) -> None:
+    """Awake, with copies of NEW, and somebody has written OLD over it outside the door."""
+    rig.sleeper.update_weights(NEW)
+    _with_copies(rig)
+    with torch.no_grad():
+        rig.model.embed.copy_(OLD["embed"])
+        rig.model.qk.copy_(torch.cat([OLD["q"], OLD["k"]]))
+        rig.model.low.copy_(OLD["low"])
+        rig.model.correction.copy_(OLD["correction"])
+        rig.model.normed.copy_(rig.model.embed / 2)
+        rig.model._double()
+        rig.model.sinks.copy_(rig.model.doubled[:2])
+
+
+CASES = [
+    Case("sleep-1", _as_it_is, lambda rig: rig.sleeper.sleep(1)),
+    Case("sleep-1-clean", _with_copies, lambda rig: rig.sleeper.sleep(1)),
+    Case("sleep-1-foreign", _written_outside, lambda rig: rig.sleeper.sleep(1)),
+    Case("sleep-2", _as_it_is, lambda rig: rig.sleeper.sleep(2), may_lose=True),
+    Case("sleep-2-reload", _as_it_is, lambda rig: rig.sleeper.sleep(2), has_checkpoint=True),
+    Case("sleep-weights", _with_copies, lambda rig: rig.sleeper.sleep(1, ["weights"])),
+    Case("deepen", lambda rig: rig.sleeper.sleep(1, ["weights"]),
+         lambda rig: rig.sleeper.sleep(2), has_checkpoint=True),
+    Case("wake-1", lambda rig: rig.sleeper.sleep(1), lambda rig: rig.sleeper.wake_up()),
+    Case("wake-weights", lambda rig: rig.sleeper.sleep(1),
+         lambda rig: rig.sleeper.wake_up(["weights"])),
+    Case("wake-2-reload", lambda rig: rig.sleeper.sleep(2), lambda rig: rig.sleeper.wake_up(),
+         has_checkpoint=True),
+    Case("update", _with_copies, lambda rig: rig.sleeper.update_weights(NEW)),
+    Case("update-dirty", _as_it_is, lambda rig: rig.sleeper.update_weights(NEW), may_lose=True),
+]  # fmt: skip
+IDS = [case.name for case in CASES]
+
+
+def examine(case: Case, rig: Rig, *, may_lose: bool) -> None:
+    """After a disturbed transition: consistent, and right now or after doing it again."""
+    rig.check_books()
+    if rig.sleeper.is_sleeping:
+        rig.sleeper.wake_up()
+        rig.check_books()
+    missing = rig.sleeper.missing
+    if missing:
+        assert may_lose or case.has_checkpoint, f"lost: {missing}"
+        assert set(missing) <= {"embed", "q", "k", "low", "correction"}
+        with pytest.raises(WeightsIncompleteError) as caught:
+            rig.output()
+        assert caught.value.names == missing
+        if case.has_checkpoint:
+            rig.sleeper.reload_weights()
+        else:
+            rig.sleeper.update_weights(OLD)
+    right = rig.is_right(OLD) or (case.name.startswith("update") and rig.is_right(NEW))
+    assert right, "a wrong answer"
+    rig.check_books()
+    if case.before is not _written_outside:
+        assert rig.sleeper.verify().ok
+
+
+ERRORS: list[Callable[[], BaseException]] = [
+    lambda: ArenaError("injected"),
+    lambda: HostCopyError("injected"),
+    lambda: OutOfMemoryError("injected"),
+    KeyboardInterrupt,
+]
+
+
+@pytest.mark.parametrize(
+    ("when", "pattern"), [("before", 0xFF), ("after", 0x7F), ("lasting", 0xFF)]
+)
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_a_device_that_fails_at_any_call_loses_nothing(
+    case: Case, when: str, pattern: int, rig_for: RigMaker
+) -> None:
+    rig = rig_for(poison=pattern, **case.options())
+    for call in range(200):
+        case.prepare(rig)
+        error = ERRORS[call % len(ERRORS)]
+        if when == "lasting" and error is KeyboardInterrupt:
+            error = ERRORS[0]
+        rig.device.arm(call, error, after=when == "after", lasting=when == "lasting")
+        with contextlib.suppress(TorporError, KeyboardInterrupt):
+            case.act(rig)
+        rig.device.disarm()
+        if when == "lasting" and rig.sleeper.is_sleeping:
+            rig.sleeper.wake_up()  # Memory that could not be given back is there: that is no harm.
+        # While the device fails, not even a host copy can be read back after a failed update.
+        examine(case, rig, may_lose=case.may_lose or when == "lasting")
+        if not rig.device.raised:
+            break
+    else:
+        pytest.fail("the transition never ran through")
+    assert call > 1, "nothing was disturbed"
+
+
+ROOM = str(Path(torpor.sleep.__file__).parent)
+FINALISERS = frozenset({"__del__", "free", "_forget"})
+
+
+class LineInterrupt:
+    """Raises KeyboardInterrupt at one line event of ``torpor.sleep`` in this thread, or counts."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.lines: list[tuple[str, int]] = []
+        self.raised = False
+        self._at = at
+
+    def __enter__(self) -> LineInterrupt:
+        sys.settrace(self._on_call)
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        sys.settrace(None)
+
+    def _on_call(self, frame: FrameType, _event: str, _argument: Any) -> Any:
+        inside = frame.f_code.co_filename.startswith(ROOM) and not _is_finaliser(frame)
+        return self._on_line if inside else None
+
+    def _on_line(self, frame: FrameType, event: str, _argument: Any) -> Any:
+        if event == "line" and not self.raised and not _leaves_with(frame):
+            self.lines.append((frame.f_code.co_filename, frame.f_lineno))
+            if len(self.lines) - 1 == self._at:
+                self.raised = True
+                raise KeyboardInterrupt
+        return self._on_line
+
+
+def _is_finaliser(frame: FrameType) -> bool:
+    # Python swallows what is raised in a finaliser: a real interrupt is lost there too.
+    at: FrameType | None = frame
+    while at is not None and at.f_code.co_filename.startswith(ROOM):
+        if at.f_code.co_name in FINALISERS:
+            return True
+        at = at.f_back
+    return False
+
+
+def _leaves_with(frame: FrameType) -> bool:
+    # A trace function sees the line of a ``with`` again when the block ends, at a place where the
+    # interpreter never looks for interrupts: raising there would skip ``__exit__``.
+    return frame.f_lasti in _with_exits(frame.f_code)
+
+
+@functools.cache
+def _with_exits(code: CodeType) -> frozenset[int]:
+    steps = list(dis.get_instructions(code))
+    nones = [step.opname == "LOAD_CONST" and step.argval is None for step in steps]
+    return frozenset(
+        steps[index].offset for index in range(len(steps) - 2) if all(nones[index : index + 3])
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_an_interrupt_at_any_line_loses_nothing(case: Case, rig_for: RigMaker) -> None:
+    rig = rig_for(**case.options())
+    case.prepare(rig)
+    with LineInterrupt() as dry:
+        case.act(rig)
+    examine(case, rig, may_lose=False)
+    # Every line that runs, at its first and at its last time.
+    firsts = {line: index for index, line in reversed(list(enumerate(dry.lines)))}
+    lasts = {line: index for index, line in enumerate(dry.lines)}
+    assert len(firsts) > 100
+    for at in sorted({*firsts.values(), *lasts.values()}):
+        case.prepare(rig)
+        with contextlib.suppress(KeyboardInterrupt), LineInterrupt(at):
+            case.act(rig)
+        try:
+            examine(case, rig, may_lose=case.may_lose)
+        except BaseException as error:
+            error.add_note(f"after an interrupt at {dry.lines[at]}")
+            raise
