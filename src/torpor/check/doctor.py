@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torpor.check.oracle import DEFAULT_PROMPTS, Oracle
 from torpor.check.rig import this_rig
-from torpor.check.roundtrip import Failure, RoundTrip, RoundTripper, sleeper_of
+from torpor.check.roundtrip import Failure, RoundTrip, RoundTripper
 from torpor.engine.llm import LLM
 from torpor.sleep.classes import LEVELS
 from torpor.sleep.poison import PATTERNS
+from torpor.sleep.residents import UNDECLARED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,6 +38,7 @@ class ResidentRow:
     resident_bytes: int
     reason: str
     remedy: str
+    """Empty where it stays because its owner wants it to."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form."""
@@ -174,60 +176,63 @@ def doctor(
             content that differs.
     """
     start_s = time.perf_counter()
-    findings: _Findings | None = None
+    views = []
     examinations = []
     for poison in PATTERNS:
         with LLM(
             model, strict=False, poison=poison, num_threads=num_threads, progress=progress
         ) as llm:
-            loaded_s = time.perf_counter()
+            load_s = time.perf_counter() - start_s
             oracle = Oracle(llm, prompts, max_tokens=max_tokens)
-            if findings is None:
-                findings = _look(llm, loaded_s - start_s)
+            views.append(_look(llm, load_s))
             examinations.append(_examine(llm, oracle, poison, listener))
-    assert findings is not None, "there is at least one poison pattern"
+    view = views[0]
     return Diagnosis(
         model=str(model),
-        owners=findings.owners,
-        owned_bytes=findings.owned_bytes,
-        residents=findings.residents,
+        owners=view.owners,
+        owned_bytes=view.owned_bytes,
+        residents=_residents(view.audit, examinations[0]),
         escaped=_escaped(examinations),
-        audit=findings.audit,
+        audit=view.audit,
         examinations=tuple(examinations),
-        load_s=findings.load_s,
+        load_s=view.load_s,
         total_s=time.perf_counter() - start_s,
         rig=this_rig(),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Findings:
+class _View:
+    """A model as it lies in memory, awake."""
+
     owners: tuple[OwnerRow, ...]
     owned_bytes: Mapping[str, int]
-    residents: tuple[ResidentRow, ...]
     audit: AuditReport
     load_s: float
 
 
-def _look(llm: LLM, load_s: float) -> _Findings:
-    sleeper = sleeper_of(llm)
-    audit = sleeper.audit()
-    residents = {
-        item.name: ResidentRow(
-            name=item.name,
-            resident_bytes=item.nbytes,
-            reason="no owner declared it"
-            + (f"; made at {item.creator}" if item.creator is not None else ""),
-            remedy=audit.remedy,
-        )
-        for item in audit.unowned
-    }
-    return _Findings(
-        owners=tuple(sleeper.table()),
+def _look(llm: LLM, load_s: float) -> _View:
+    return _View(
+        owners=tuple(llm.sleeper.table()),
         owned_bytes=llm.status()["owned_bytes"],
-        residents=tuple(residents.values()),
-        audit=audit,
+        audit=llm.sleeper.audit(),
         load_s=load_s,
+    )
+
+
+def _residents(audit: AuditReport, examination: Examination) -> tuple[ResidentRow, ...]:
+    """What the audit found in the model, and what sleep said it left, each once."""
+    reported = [item for trip in examination.trips for item in trip.nap.report.residents]
+    reasons = {item.name: item.reason for item in reported}
+    rows = {item.name: (item.nbytes, item.reason, "") for item in reported}
+    for item in audit.unowned:
+        reason = reasons.get(item.name, UNDECLARED)
+        made = f"; made at {item.creator}" if item.creator is not None else ""
+        remedy = audit.remedy if reason == UNDECLARED else ""
+        rows[item.name] = (item.nbytes, reason + made, remedy)
+    return tuple(
+        ResidentRow(name=name, resident_bytes=nbytes, reason=reason, remedy=remedy)
+        for name, (nbytes, reason, remedy) in rows.items()
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import torch
 
-import torpor
+from torpor.check.version import torpor_version
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -41,7 +41,7 @@ class Rig:
 def this_rig() -> Rig:
     """The machine and software of this process, at this moment."""
     return Rig(
-        torpor=torpor.__version__,
+        torpor=torpor_version(),
         torch=torch.__version__,
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",

@@ -17,13 +17,7 @@ if TYPE_CHECKING:
     from torpor.check.oracle import Oracle
     from torpor.engine.llm import LLM
     from torpor.sleep.reports import SleepReport, VerifyReport, WakeReport
-    from torpor.sleep.sleeper import Sleeper
     from torpor.sleep.status import OwnerRow
-
-
-def sleeper_of(llm: LLM) -> Sleeper:
-    """The sleeper of an engine. Checks look under the cover: at its table and its audit."""
-    return llm._sleeper
 
 
 def is_verifiable(row: OwnerRow) -> bool:
@@ -176,7 +170,7 @@ class RoundTripper:
         self._nap_s = nap_s
         self._recorder = recorder if recorder is not None else Recorder()
         self._listener = listener
-        self._num_verifiable = sum(map(is_verifiable, sleeper_of(llm).table()))
+        self._num_verifiable = sum(map(is_verifiable, llm.sleeper.table()))
 
     def run(self, level: int, cycle: int) -> RoundTrip | Failure:
         """Sleep, stay asleep, wake, answer, compare.
@@ -255,7 +249,7 @@ class RoundTripper:
 
     def _host_copies(self) -> dict[str, int]:
         sums: dict[str, int] = {}
-        for row in filter(is_verifiable, sleeper_of(self._llm).table()):
+        for row in filter(is_verifiable, self._llm.sleeper.table()):
             kind = row.host_copy or "none"
             sums[kind] = sums.get(kind, 0) + row.nbytes
         return sums

@@ -40,6 +40,12 @@ class SleepControl:
         self._paused = False
         self._closed = False
 
+    @property
+    def sleeper(self) -> Sleeper:
+        """What owns the memory, for its table, audit and digests. Sleep and wake through this
+        engine, which also knows of pauses and steps."""
+        return self._sleeper
+
     def sleep(
         self, level: int | str = 1, tags: Sequence[str] | None = None, mode: str = "abort"
     ) -> SleepReport:

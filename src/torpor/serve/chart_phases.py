@@ -36,7 +36,7 @@ PHASES: Mapping[str, str] = {
 _ROW = 20.0
 _MAX_CYCLES = 6
 """Rows of one level: more would be a wall."""
-_LEFT, _RIGHT = 84.0, 10.0
+_LEFT, _RIGHT = 88.0, 10.0
 _FASTEST_S = 1e-6
 _ROOMY = 600.0
 _MEDIAN_WIDTH = 72.0
@@ -55,7 +55,7 @@ def transition_chart(timeline: Timeline, kind: str, width: float) -> str:
         label = f"level {span.level}, no. {span.cycle}"
         parts.append(svg.text(label, _LEFT - 8, top + 13, anchor="end"))
         parts += _row(span, x, top)
-    for value in x.ticks(int((width - _LEFT) / 70)):
+    for value in x.ticks(int((width - _LEFT) / 56)):
         parts.append(svg.line(x(value), bottom, x(value), bottom + 4, "tick"))
         parts.append(_tick_label(f"{value:.6g}", x(value), bottom + 17, width))
     parts.append(svg.text("ms", _LEFT - 8, bottom + 17, anchor="end", class_="axis"))

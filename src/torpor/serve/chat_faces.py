@@ -157,10 +157,10 @@ class PersonFace:
     def greet(self, status: Mapping[str, Any]) -> None:
         """Who is there, and the commands that matter."""
         if self._has_keyboard:
-            self._out.print(
-                f"[bold]{status['model']}[/bold] is awake. /sleep and /wake when you like, "
-                "/help for the rest, Ctrl-D ends."
+            invitation = (
+                " is awake. /sleep and /wake when you like, /help for the rest, Ctrl-D ends."
             )
+            self._out.print(Text.assemble((status["model"], "bold"), invitation))
 
     def read(self) -> str | None:
         """One line: prompted for at a keyboard, else from stdin."""

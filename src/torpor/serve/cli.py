@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-import torpor
+from torpor.check.version import torpor_version
 from torpor.serve.exits import INTERRUPTED, OK, USAGE, end
 from torpor.serve.terminal import Terminal
 
@@ -54,7 +54,7 @@ Seed = Annotated[
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"torpor {torpor.__version__}")
+        typer.echo(f"torpor {torpor_version()}")
         raise typer.Exit
 
 

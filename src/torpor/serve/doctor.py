@@ -91,8 +91,9 @@ def _owners(rows: Sequence[OwnerRow], *, every: bool) -> Table:
         groups.setdefault(key, []).append(row)
     for (name, cls, tag, host, sources), group in groups.items():
         nbytes = sum(row.nbytes for row in group)
-        cells = [Text(name), str(len(group)), cls, tag, size(nbytes), host]
-        table.add_row(*cells, *([Text(sources)] if has_sources else []))
+        cells: list[str | Text] = [Text(name), str(len(group)), cls, tag, size(nbytes), host]
+        cells += [Text(sources)] if has_sources else []
+        table.add_row(*cells)
     total = sum(row.nbytes for row in rows)
     table.add_row(Text("all", "bold"), str(len(rows)), "", "", Text(size(total), "bold"), "")
     return table
@@ -104,12 +105,9 @@ def _show_residents(terminal: Terminal, diagnosis: Diagnosis) -> None:
     if not diagnosis.residents and not diagnosis.escaped:
         out.print("nothing: every tensor of the model has an owner")
     for row in diagnosis.residents:
-        out.print(
-            Text.assemble(
-                (row.name, "yellow"), f"  {size(row.resident_bytes)}: {row.reason}; ",
-                (row.remedy, "dim"),
-            )
-        )  # fmt: skip
+        facts = f"  {size(row.resident_bytes)}: {row.reason}"
+        remedy = f"; {row.remedy}" if row.remedy else ""
+        out.print(Text.assemble((row.name, "yellow"), facts, (remedy, "dim")))
     for name in diagnosis.escaped:
         out.print(Text.assemble((name, "yellow"), "  has left the memory that sleep can release"))
     elsewhere = diagnosis.audit.elsewhere

@@ -148,9 +148,9 @@ def _phases(result: CycleResult) -> str:
         return ""
     chart = _both(phase_chart(result.timeline, _WIDE), phase_chart(result.timeline, _NARROW))
     legend = _legend([(f"level-{level}", f"level {level}") for level in LEVELS])
-    note = _paragraph(
-        "One mark for each transition, on a logarithmic axis; medians on the right.",
-        "soft",
+    note = (
+        '<p class="soft">One mark for each transition, on a logarithmic axis.'
+        '<span class="wide-only"> The figures are medians.</span></p>'
     )
     return _section("How long each phase takes", note, f"<figure>{chart}{legend}</figure>")
 

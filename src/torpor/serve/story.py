@@ -9,7 +9,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-import torpor
+from torpor.check.version import torpor_version
 from torpor.serve.figures import figure_rows
 from torpor.serve.words import count, duration, printable, size
 from torpor.sleep.classes import LEVELS
@@ -72,7 +72,7 @@ class Story:
         self._on_loaded()
         self._out.print(
             Text.assemble(
-                ("torpor ", "bold"), (torpor.__version__, "dim"),
+                ("torpor ", "bold"), (torpor_version(), "dim"),
                 ("   a model sleeps, wakes, and proves that it woke intact", "italic"),
             )
         )  # fmt: skip
@@ -82,7 +82,8 @@ class Story:
         if "cache" in owned:
             facts.append(f"{size(owned['cache'])} of KV cache")
         self._out.print()
-        self._out.print(f"{status['model']} loaded in {duration(load_s)}: {', '.join(facts)}.")
+        words = f"{status['model']} loaded in {duration(load_s)}: {', '.join(facts)}."
+        self._out.print(Text(words))
         self._wait("answering")
 
     def answered(self, answers: tuple[Answer, ...], generate_s: float) -> None:

@@ -176,8 +176,11 @@ class SleeperCore:
                 f"{', '.join(meta[:8])}; pass reload= with a checkpoint, or build them for real"
             )
         entries = adopt(context.ledger, context.device, found)
-        status.settle_books(context, found, explicit=self._explicit_slices)
+        self._settle_books()
         status.take_digests(context, entries)
+
+    def _settle_books(self) -> None:
+        status.settle_books(self._context, self._found(), explicit=self._explicit_slices)
 
     def _rescan(self, tags: Sequence[str]) -> tuple[str, ...]:
         """Before a sleep: notice what has left, and own what an optimizer has made since."""

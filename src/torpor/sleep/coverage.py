@@ -39,9 +39,27 @@ def gaps(slices: SliceTable, entry: Entry) -> list[str]:
     return missing
 
 
+def reaches_all(slices: SliceTable, entry: Entry) -> bool:
+    """Whether checkpoint names lead to every byte of an entry, so that it can be filled again.
+
+    Views with gaps count for nothing: where that errs, a host copy is kept that could be spared.
+    """
+    by_parameter = slices.by_parameter()
+    spans = [
+        _span(entry, name)
+        for name in entry.aliases
+        if (parts := by_parameter.get(name)) and _are_all_rows(entry, name, parts)
+        if (tensor := entry.tensor(name)) is not None and _is_dense(tensor)
+    ]
+    return _inside((0, entry.nbytes), spans)
+
+
 def _is_written(entry: Entry, name: str, parts: Sequence[WeightSlice]) -> bool:
-    if not all(part.name in entry.covered for part in parts):
-        return False
+    written = all(part.name in entry.covered for part in parts)
+    return written and _are_all_rows(entry, name, parts)
+
+
+def _are_all_rows(entry: Entry, name: str, parts: Sequence[WeightSlice]) -> bool:
     if any(part.length is None for part in parts):
         return True
     tensor = entry.tensor(name)
@@ -61,6 +79,17 @@ def _span(entry: Entry, name: str) -> _Span:
     first = int(tensor.storage_offset())
     last = first + sum(int((size - 1) * stride) for size, stride in reach)
     return first * tensor.element_size(), (last + 1) * tensor.element_size()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie in one piece, each once, in whatever order of dimensions."""
+    step = 1
+    sized = ((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    for stride, size in sorted((stride, size) for stride, size in sized if size != 1):
+        if stride != step:
+            return False
+        step *= size
+    return True
 
 
 def _inside(span: _Span, written: Sequence[_Span]) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torpor.errors import TorporError
-from torpor.sleep.classes import AtSleep
+from torpor.sleep.classes import AtSleep, OwnershipClass
 from torpor.sleep.derive import rebuild_stale
 from torpor.sleep.foreign import answer_foreign_writes
 from torpor.sleep.keeping import ensure_copy
@@ -122,12 +122,15 @@ class Fall:
 def at_sleep(entry: Entry, level: int) -> AtSleep:
     """What a level does to one entry.
 
-    A buffer that the checkpoint holds counts as a parameter; a derived tensor that somebody wrote
-    by hand counts as a buffer, since its rebuild would not give the same.
+    A buffer that the checkpoint holds counts as a parameter; a parameter with bytes that no
+    checkpoint name leads to counts as a buffer, and so does a derived tensor that somebody wrote by
+    hand: nothing would bring them back.
     """
     if level == 1 or entry.by_hand:
         return entry.policy.level1
-    return AtSleep.DISCARD if entry.in_checkpoint else entry.policy.level2
+    if entry.cls is OwnershipClass.PARAMETER or entry.in_checkpoint:
+        return AtSleep.DISCARD if entry.in_checkpoint else AtSleep.COPY
+    return entry.policy.level2
 
 
 def fall_asleep(context: Context, guard: Guard, fall: Fall) -> None:

@@ -14,8 +14,8 @@ hooks, but looks again at a module whose ``forward`` is replaced.
 from __future__ import annotations
 
 import copy
-import functools
 import sys
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,11 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 _COPYING = ("__deepcopy__", "__reduce_ex__")
-_MODULE_METHODS = ("forward", "_call_impl", "_apply", *_COPYING)
+_MODULE_METHODS = (
+    *("forward", "_call_impl", "_apply"),
+    *("state_dict", "_load_from_state_dict"),
+    *_COPYING,
+)
 _COMPILED_CALL = "_compiled_call_impl"
 
 Require = Callable[[], None]
@@ -39,54 +43,50 @@ Check = Callable[..., None]
 
 
 class Shadow:
-    """Stands before one method of one object."""
+    """Stands before one method of one object. One small object each: a model has thousands."""
+
+    __slots__ = ("_check", "_name", "_owner", "_replaced", "active")
 
     def __init__(self, owner: Any, name: str, check: Check) -> None:
         """Put it in place: ``check`` sees the arguments of every call first."""
         self.active = True
         self._owner = owner
         self._name = name
-        self._replaced = vars(owner).get(name)
-        self._installed = _checked(self, getattr(owner, name, None), check)
-        vars(owner)[name] = self._installed
+        self._check = check
+        attributes = vars(owner)
+        self._replaced = attributes.get(name)
+        attributes[name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._check(*args, **kwargs)
+        return self.__wrapped__(*args, **kwargs)
+
+    @property
+    def __wrapped__(self) -> Any:
+        """The method behind it; also for those who ask for its signature."""
+        if self._replaced is not None:
+            return self._replaced
+        method = getattr(type(self._owner), self._name, None)
+        return self._copy_without if method is None else types.MethodType(method, self._owner)
 
     def remove(self) -> None:
         """Put back what was there, unless somebody has put something else there since."""
         self.active = False
         attributes = vars(self._owner)
-        if attributes.get(self._name) is not self._installed:
+        if attributes.get(self._name) is not self:
             return
-        below = self._below()
+        below = self._replaced
+        while isinstance(below, Shadow) and not below.active:
+            below = below._replaced  # Another sleeper's, which has gone since.
         if below is None:
             del attributes[self._name]
         else:
             attributes[self._name] = below
 
-    def _below(self) -> Any:
-        """What was replaced, less shadows of other sleepers that have gone since."""
-        below = self._replaced
-        while (shadow := getattr(below, "_torpor_shadow", None)) is not None and not shadow.active:
-            below = shadow._replaced
-        return below
-
-    def copy_without(self, *args: Any) -> Any:
+    def _copy_without(self, *args: Any) -> Any:
         """Deep-copy the owner as if this had never been put in place."""
         self.remove()
         return copy.deepcopy(self._owner, *args)
-
-
-def _checked(shadow: Shadow, method: Callable[..., Any] | None, check: Check) -> Any:
-    original = shadow.copy_without if method is None else method
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        check(*args, **kwargs)
-        return original(*args, **kwargs)
-
-    # Signature and name stay for those who look; attributes do not, since the compiler would follow
-    # its own marks to the original and leave the check out.
-    functools.update_wrapper(checked, original, updated=())
-    vars(checked)["_torpor_shadow"] = shadow
-    return checked
 
 
 class Guard:
@@ -125,8 +125,6 @@ class Guard:
         self.remove()  # What an interrupt has left of an earlier attempt.
         check = _untraced(_always(self._require_module))
         for module in self._submodules():
-            self._handles.append(module.register_state_dict_pre_hook(check))
-            self._handles.append(module.register_load_state_dict_pre_hook(check))
             for name in _MODULE_METHODS:
                 self._shadows.append(Shadow(module, name, check))
             if vars(module).get(_COMPILED_CALL) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from torpor.sleep.ledger import Entry
 
 Payload = WeightSource | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+PIECE_ELEMENTS = 32_000
+"""Just under ``at::internal::GRAIN_SIZE`` (32,768 elements), below which torch uses one thread."""
 
 
 def pairs_of(payload: Payload) -> Iterable[tuple[str, torch.Tensor]]:
@@ -92,7 +97,22 @@ def find(context: Context, name: str, value: torch.Tensor) -> tuple[Entry, torch
 def put(rows: torch.Tensor, value: torch.Tensor) -> None:
     """Write a value that fits."""
     with torch.inference_mode() if rows.is_inference() else torch.no_grad():
-        rows.copy_(value)
+        targets, pieces = _pieces(rows), _pieces(value)
+        if len(targets) != len(pieces):  # One of the two is not contiguous.
+            targets, pieces = (rows,), (value,)
+        for target, piece in zip(targets, pieces, strict=True):
+            target.copy_(piece)
+
+
+def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A tensor in pieces that torch reads on the calling thread.
+
+    On the CPU a larger loop is shared among threads, and the share of a thread that has to wait for
+    a busy core holds up the whole: hundreds of tensors then take seconds instead of a tenth of one.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return (tensor,)
+    return tensor.view(-1).split(PIECE_ELEMENTS)
 
 
 def _in_slot(entry: Entry, tensor: torch.Tensor) -> bool:
@@ -125,7 +145,7 @@ def _has_nan(value: torch.Tensor) -> bool:
     if value.element_size() == 1:  # fp8 has no reductions
         value = value.to(torch.float32)
     # A finite sum proves that no NaN is in it, at the speed of reading once; inf needs a look.
-    if bool(torch.isfinite(value.sum(dtype=torch.float32))):
+    if math.isfinite(sum(float(piece.sum(dtype=torch.float32)) for piece in _pieces(value))):
         return False
     return bool(torch.isnan(value).any())
 

@@ -63,6 +63,7 @@ class Sleeper(SleeperCore):
                 name=name, cls=cls, tag=tag, sources=sources, rebuild=rebuild, reset=reset
             )
             declare(self._context, tensors, made)
+            self._settle_books()
             self._note_undeclared(strict=False)
 
     def allocate(

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torpor.errors import AsleepError, WeightsIncompleteError
 from torpor.sleep.classes import OwnershipClass
+from torpor.sleep.coverage import reaches_all
+from torpor.sleep.ledger import is_weak
 from torpor.sleep.portable import portable_tensor_digest
 from torpor.sleep.reports import VerifyReport
 from torpor.sleep.source import SliceTable
@@ -152,16 +154,16 @@ def status(context: Context) -> dict[str, Any]:
 def settle_books(context: Context, found: Sequence[Found], *, explicit: SliceTable | None) -> None:
     """After adoption: the slice table, and which buffers the checkpoint holds."""
     if explicit is None:
-        context.slices = SliceTable.identity(_loadable(found))
+        context.slices = SliceTable.identity(_loadable(found, context))
     held: Collection[str] = context.reload.names() if context.reload is not None else ()
     by_parameter = context.slices.by_parameter()
     for entry in context.ledger:
         names = {part.name for alias in entry.aliases for part in by_parameter.get(alias, ())}
-        if entry.cls is OwnershipClass.PARAMETER:
-            entry.in_checkpoint = True
-        elif entry.cls is OwnershipClass.BUFFER:
-            # Restoring an old copy of it beside new weights would mix versions.
-            entry.in_checkpoint = bool(names.intersection(held))
+        # Restoring an old copy of such a buffer beside new weights would mix versions.
+        loaded = entry.cls is OwnershipClass.BUFFER and bool(names.intersection(held))
+        entry.in_checkpoint = (entry.cls is OwnershipClass.PARAMETER or loaded) and reaches_all(
+            context.slices, entry
+        )
 
 
 def take_digests(context: Context, entries: Iterable[Entry]) -> None:
@@ -172,5 +174,12 @@ def take_digests(context: Context, entries: Iterable[Entry]) -> None:
         entry.digest = digest
 
 
-def _loadable(found: Iterable[Found]) -> list[str]:
-    return list(dict.fromkeys(item.name for item in found if item.persistent))
+def _loadable(found: Iterable[Found], context: Context) -> list[str]:
+    declared = (
+        name
+        for entry in context.ledger
+        if entry.cls is OwnershipClass.PARAMETER
+        for name, way in entry.aliases.items()
+        if not is_weak(way)
+    )
+    return list(dict.fromkeys([*(item.name for item in found if item.persistent), *declared]))
