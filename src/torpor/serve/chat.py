@@ -66,11 +66,11 @@ class Chat:
         self._messages: list[dict[str, str]] = []
         self._exit_code = OK
         self._commands: dict[str, Callable[[list[str]], None]] = {
-            "sleep": self._sleep,
-            "wake": self._wake,
-            "reset": self._reset,
-            "status": self._status,
-            "help": self._help,
+            "/sleep": self._sleep,
+            "/wake": self._wake,
+            "/reset": self._reset,
+            "/status": self._status,
+            "/help": self._help,
         }
         self._forget()
 
@@ -96,11 +96,11 @@ class Chat:
         if not line.startswith("/"):
             self._answer(line)
             return
-        name, *arguments = line[1:].split()
+        name, *arguments = line.split()
         command = self._commands.get(name)
         if command is None:
-            known = ", ".join(f"/{known}" for known in (*self._commands, "exit"))
-            raise ArgumentError(f"there is no command {line.split()[0]!r}; there are {known}")
+            known = ", ".join((*self._commands, "/exit"))
+            raise ArgumentError(f"there is no command {name!r}; there are {known}")
         command(arguments)
 
     # -- talking ----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torpor.outputs import RequestOutput
     from torpor.serve.terminal import Terminal
 
-_BAR_CELLS = 28
+_BAR_CELLS = 24
 
 
 class Face(Protocol):

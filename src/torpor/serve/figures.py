@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torpor.serve.words import duration, size
+from torpor.serve.words import count, duration, size
 from torpor.sleep.classes import LEVELS
 
 if TYPE_CHECKING:
@@ -32,17 +32,18 @@ def figure_rows(result: CycleResult) -> list[Row]:
         each("wakes up in", "wake_s", duration),
         fall("memory of the arenas", "arena_rss_bytes"),
         fall("memory of the process", "rss_bytes"),
-        each("copied to sleep, all cycles", "copied_bytes", size),
+        each("copied, all cycles", "copied_bytes", size),
         ("digests equal", [_digests(facts, f"level{level}") for level in LEVELS]),
         each("tokens equal", "tokens_equal", _yes),
-        each("log probabilities bit-equal", "logprobs_equal", _yes),
+        each("log probabilities equal", "logprobs_equal", _yes),
     ]
 
 
 def _digests(facts: dict[str, Any], level: str) -> str:
     if not facts["verified"][level]:
         return "NO"
-    return f"{facts['verified_tensors'][level]} in each of {facts['cycles_done'][level]} cycles"
+    times = count(facts["cycles_done"][level], "time")
+    return f"{facts['verified_tensors'][level]}, {times}"
 
 
 def _yes(equal: bool) -> str:

@@ -50,6 +50,10 @@ class LoadingBar:
         if done < total:
             self._progress.update(self._task, completed=done)
 
+    def refresh(self) -> None:
+        """Draw it now instead of at the next tick."""
+        self._progress.refresh()
+
 
 @contextmanager
 def loading(terminal: Terminal) -> Iterator[LoadingBar | None]:

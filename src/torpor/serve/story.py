@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from torpor.serve.terminal import Terminal
 
 _INTRODUCTIONS = {
-    1: "Level 1: keep a copy. Weights wait in their file; what no file holds is copied to one.",
-    2: "Level 2: keep no weights. They are thrown away and read from the checkpoint again.",
+    1: "Level 1: keep a copy. Weights wait in their file, the rest is copied to one.",
+    2: "Level 2: keep no weights. They are read from the checkpoint again.",
 }
 _MARGIN = 10
-_BAR_CELLS = 28
+_BAR_CELLS = 24
 
 
 class Silence:
@@ -121,12 +121,12 @@ class Story:
     def proved(self, trip: RoundTrip) -> None:
         """Show the answers after waking, or, in later cycles, one line."""
         self._stop_waiting()
-        verdict = _proof(trip)
         if trip.nap.cycle == 1:
             for answer in trip.comparison.answers:
                 self._line("answers", Text(_shown(answer), style="bold"))
-            self._line("", verdict)
+            self._line("", _proof(trip, "same tokens, log probabilities and digests"))
             return
+        verdict = _proof(trip, "all the same again")
         times = f"asleep in {duration(trip.nap.sleep_s)}, awake in {duration(trip.rise.wake_s)}: "
         self._line("again", Text(times).append_text(verdict))
 
@@ -222,7 +222,7 @@ def _shown(answer: Answer) -> str:
     return " ".join(printable(answer.text).split()) + "…"
 
 
-def _proof(trip: RoundTrip) -> Text:
+def _proof(trip: RoundTrip, praise: str) -> Text:
     comparison = trip.comparison
     parts = (
         ("tokens", comparison.tokens_equal),
@@ -232,4 +232,4 @@ def _proof(trip: RoundTrip) -> Text:
     differing = [name for name, equal in parts if not equal]
     if differing:
         return Text(f"DIFFERENT {' and '.join(differing)}", style="bold red")
-    return Text("same tokens, log probabilities and digests", style="green")
+    return Text(praise, style="green")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import gc
 import types
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +33,7 @@ REMEDY = (
     "stays resident, which is safe and costs its bytes"
 )
 GRADIENT = "a gradient; pass optimizer= to let it sleep"
+UNKNOWN_HOLDER = "a local variable, or something that only C++ knows"
 _MAX_DEPTH = 6
 _GRAD = ".grad"
 _OPAQUE = (
@@ -101,10 +102,14 @@ def audit(
         for name, tensor in reachable_tensors(roots)
         if (item := _unowned(ledger, seen, name, tensor, device, creator_of, reachable=True))
     ]
-    elsewhere = [
-        item
+    others = {
+        id(tensor): item
         for tensor in list(living_tensors())
         if (item := _unowned(ledger, seen, "", tensor, device, creator_of, reachable=False))
+    }
+    holders = _holders(others)
+    elsewhere = [
+        replace(item, name=holders.get(key, UNKNOWN_HOLDER)) for key, item in others.items()
     ]
     return AuditReport(tuple(_largest_first(unowned)), tuple(_largest_first(elsewhere)))
 
@@ -161,6 +166,10 @@ def _tensors_in(
         yield from plain_tensors(path, value)
         if value.is_leaf and value.grad is not None:
             yield path + _GRAD, value.grad
+        if id(value) not in visited and depth <= _MAX_DEPTH:
+            visited.add(id(value))
+            for name, item in list(vars(value).items()):
+                yield from _tensors_in(f"{path}.{name}", item, visited, depth + 1)
         return
     # A registered tree of modules may be deep; only helpers are cut off.
     if depth > _MAX_DEPTH or id(value) in visited:
@@ -217,7 +226,7 @@ def _unowned(
         return None
     seen.add(key)
     return Unowned(
-        name=name or _holder(tensor),
+        name=name,
         nbytes=nbytes,
         shape=tuple(tensor.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
@@ -226,17 +235,33 @@ def _unowned(
     )
 
 
-def _holder(tensor: torch.Tensor) -> str:
-    """What holds a tensor that no module leads to, as well as the garbage collector knows."""
-    for referrer in gc.get_referrers(tensor):
-        if isinstance(referrer, types.FrameType):
-            return f"a local of {referrer.f_code.co_name}()"
-        if isinstance(referrer, dict):
-            for key, value in list(referrer.items()):
-                if value is tensor:
-                    module = referrer.get("__name__")
-                    return f"{module}.{key}" if isinstance(module, str) else f"attribute {key!r}"
-    return "unknown holder"
+def _holders(wanted: Collection[int]) -> dict[int, str]:
+    """What holds tensors that no module leads to, by their ``id``, in one look at the heap."""
+    tensors = [tensor for tensor in living_tensors() if id(tensor) in wanted]
+    names: dict[int, str] = {}
+    for holder in gc.get_referrers(*tensors) if tensors else ():
+        # The arguments of this very call are a tuple of all of them.
+        if holder is tensors or (isinstance(holder, tuple) and len(holder) == len(tensors)):
+            continue
+        for key, value in _contents(holder):
+            if id(value) in wanted:
+                names.setdefault(id(value), key)
+    return names
+
+
+def _contents(holder: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(holder, dict):
+        module = holder.get("__name__") if "__spec__" in holder else None
+        for key, value in list(holder.items()):
+            yield (f"{module}.{key}" if module else f"item {key!r} of a dict"), value
+    elif isinstance(holder, (list, tuple)):
+        yield from ((f"an item of a {type(holder).__name__}", value) for value in list(holder))
+    elif isinstance(holder, types.CellType):
+        yield "a closure", holder.cell_contents
+    else:
+        cls = type(holder).__qualname__
+        attributes = list(getattr(holder, "__dict__", {}).items())
+        yield from ((f"{cls}.{key}", value) for key, value in attributes)
 
 
 def _largest_first(items: list[Unowned]) -> list[Unowned]:

@@ -17,7 +17,7 @@ from torpor.sleep.adopt import adopt, check_names, refusals, refuse_inference_mo
 from torpor.sleep.arena import Arena
 from torpor.sleep.choices import one_of
 from torpor.sleep.classes import POLICIES, TAGS, OwnershipClass
-from torpor.sleep.derive import rebuild_stale
+from torpor.sleep.derive import rebuild_stale, refuse_cycle
 from torpor.sleep.ledger import Entry, entry_for, strong_way
 from torpor.sleep.residents import DECLARED_RUNTIME, DECLARED_SYNC
 from torpor.sleep.status import take_digests
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torpor.sleep.ledger import Rebuild
 
 Aliases = Mapping[str, Callable[[], "torch.Tensor | None"]]
-_DECLARED_FIELDS = ("cls", "sources", "rebuild", "reset", "stale", "in_checkpoint")
+_DECLARED_FIELDS = ("cls", "sources", "rebuild", "reset", "stale", "valid", "in_checkpoint")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +52,9 @@ def declare(context: Context, tensors: Any, declaration: Declaration) -> list[En
         empty tensors.
 
     Raises:
-        OwnershipError: a leaf is not a tensor, a source has no owner, the tensor cannot be moved,
-            or its rebuild fails; nothing is owned that was not before.
+        OwnershipError: a leaf is not a tensor, a source has no owner or is computed from the
+            tensor itself, the tensor cannot be moved, or its rebuild fails; nothing is owned that
+            was not before.
         ArgumentError: the declaration lacks what its class needs.
     """
     refuse_inference_mode()
@@ -69,6 +70,7 @@ def declare(context: Context, tensors: Any, declaration: Declaration) -> list[En
     tag = _tag_of(declaration)
     found = [Found(name, tensor, declaration.cls, tag) for name, tensor in named]
     _check_movable(context, found)
+    refuse_cycle(context.ledger, declaration.name, _owned(context, found), sources)
     before = [_Instructions(entry) for entry in _owned(context, found) if entry.tag == tag]
     old_names = [(item.tensor, _make_room(context, item.tensor, tag)) for item in found]
     moved = adopt(context.ledger, context.device, found, way=strong_way)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +19,6 @@ from torpor.errors import (
     AsleepError,
     OwnershipError,
     StateError,
-    TorporError,
     WeightsIncompleteError,
 )
 from torpor.sleep.adopt import refuse_inference_mode
@@ -29,6 +28,7 @@ from torpor.sleep.derive import follow, rebuild_stale
 from torpor.sleep.keeping import point_at_files, settle_copies
 from torpor.sleep.payload import Payload, checked_pair, find, pairs_of, put
 from torpor.sleep.reports import Stopwatch, UpdateReport
+from torpor.sleep.restore import recover_copies
 from torpor.sleep.source import WeightSource
 
 if TYPE_CHECKING:
@@ -163,14 +163,18 @@ class Door:
             total_s=update.stopwatch.total_s,
         )
 
-    def run(self, payload: Payload, version: str | None) -> UpdateReport:
-        """A whole update from one source.
+    def run(
+        self, payload: Payload, version: str | None, *, skip: Collection[str] = ()
+    ) -> UpdateReport:
+        """A whole update from one source, less the names to skip.
 
         Raises:
             ArgumentError: the payload holds no pairs.
             WeightsMismatchError, WeightsError, WeightsIncompleteError: see ``write``, ``finish``.
         """
         pairs = pairs_of(payload)
+        if skip:
+            pairs = (pair for pair in pairs if checked_pair(pair)[0] not in skip)
         self._undo_interrupted()
         if self._open is not None:
             raise StateError("an update is open already; finish_update() before the next one")
@@ -290,9 +294,7 @@ class Door:
         if not page.valid or entry.host is None or entry.is_dirty:
             entry.by_hand = False
             return
-        with contextlib.suppress(TorporError):
-            self._context.device.copy_in(entry.address, entry.host)
-            entry.valid = self._context.device.fingerprint([entry.range]) == [entry.digest]
+        recover_copies(self._context, [entry])
 
     def _require_complete(self) -> None:
         missing = self._context.missing(["weights"])

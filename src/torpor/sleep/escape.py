@@ -53,7 +53,7 @@ def notice_escapes(
     names = [item.name for item in left if item.tag != "optimizer"]
     if names:
         context.epochs.weights += 1
-        _rebuild_dependants(context, frozenset(names))
+        rebuild_dependants(context, frozenset(names))
     return tuple(name for name in names if name not in ledger)
 
 
@@ -116,7 +116,12 @@ def _note_newcomer(ledger: Ledger, item: Found) -> None:
         ledger.residents.note(item.name, item.tensor, NEW)
 
 
-def _rebuild_dependants(context: Context, names: Collection[str]) -> None:
+def rebuild_dependants(context: Context, names: Collection[str]) -> None:
+    """Rebuild what is computed from tensors of these names, which are others than before.
+
+    Raises:
+        OwnershipError: a rebuild failed.
+    """
     direct = [
         entry
         for entry in context.ledger

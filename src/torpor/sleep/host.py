@@ -156,12 +156,14 @@ class _StoredCopy:
     """A copy that a store wrote; its room is given back when the last holder lets go."""
 
     def __init__(self, digest: str, nbytes: int, on_release: Callable[[], None]) -> None:
+        self._on_release = on_release  # First: from here on the room is given back.
         self.digest = digest
         self.nbytes = nbytes
-        self._on_release = on_release
 
     def __del__(self) -> None:
-        self._on_release()
+        on_release = getattr(self, "_on_release", None)
+        if on_release is not None:
+            on_release()
 
 
 class _FileCopy(_StoredCopy):

@@ -112,7 +112,8 @@ def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         return (tensor,)
-    return tensor.view(-1).split(PIECE_ELEMENTS)
+    pieces: tuple[torch.Tensor, ...] = tensor.view(-1).split(PIECE_ELEMENTS)
+    return pieces
 
 
 def _in_slot(entry: Entry, tensor: torch.Tensor) -> bool:

@@ -96,19 +96,18 @@ def recover(context: Context, entries: list[Entry]) -> None:
 
     For rolling back: nothing is raised except by a further interrupt.
     """
-    for step in (_recover_copies, _recover_caches):
+    recover_copies(context, entries)
+    for entry in entries:
         with contextlib.suppress(TorporError):
-            step(context, entries)
+            clear_caches(context, [entry], fresh=False)
     with contextlib.suppress(TorporError):
         rebuild_stale(context)
 
 
-def _recover_copies(context: Context, entries: list[Entry]) -> None:
-    restore(context, entries)
-    settle(context, entries)
-
-
-def _recover_caches(context: Context, entries: list[Entry]) -> None:
-    for entry in entries:
+def recover_copies(context: Context, entries: list[Entry]) -> None:
+    """Bring back what has a host copy, trying twice, and make it valid if its digest is right."""
+    for _attempt in range(2):
         with contextlib.suppress(TorporError):
-            clear_caches(context, [entry], fresh=False)
+            restore(context, entries)
+            if not settle(context, entries):
+                return

@@ -13,6 +13,7 @@ from torpor.sleep.audit import AuditReport, audit
 from torpor.sleep.classes import OwnershipClass
 from torpor.sleep.core import SleeperCore
 from torpor.sleep.declare import Declaration, allocate, declare, leave
+from torpor.sleep.escape import rebuild_dependants
 from torpor.sleep.states import State
 
 if TYPE_CHECKING:
@@ -103,12 +104,13 @@ class Sleeper(SleeperCore):
             before = {name for entry in self._context.ledger for name in entry.aliases}
             self._adopt_all()
             self._note_undeclared(strict=False)
-            after = {name for entry in self._context.ledger for name in entry.aliases}
-            if after - before:
+            new = {name for entry in self._context.ledger for name in entry.aliases} - before
+            if new:
                 # Nobody knows whether the checkpoint holds these values.
                 self._context.epochs.weights += 1
                 self._context.epochs.from_checkpoint = False
-            return tuple(sorted(after - before))
+                rebuild_dependants(self._context, new)
+            return tuple(sorted(new))
 
     # -- transitions ------------------------------------------------------------------------------
 
@@ -160,9 +162,9 @@ class Sleeper(SleeperCore):
             VerificationError: content came back different and could not be repaired.
         """
         with self._exclusive():
-            return waking.wake_up(
-                self._context, self._door, choices.tags_from(tags), reload, plain=tags is None
-            )
+            wanted = choices.tags_from(tags)
+            self._notice()
+            return waking.wake_up(self._context, self._door, wanted, reload, plain=tags is None)
 
     @property
     def is_sleeping(self) -> bool:
@@ -203,6 +205,7 @@ class Sleeper(SleeperCore):
             StateError: the weights are asleep, or an update is open.
         """
         with self._exclusive():
+            self._notice()
             return self._door.run(source, version)
 
     def begin_update(self, version: str | None = None) -> None:
@@ -212,6 +215,7 @@ class Sleeper(SleeperCore):
             StateError: one is open already, or the weights are asleep.
         """
         with self._exclusive():
+            self._notice()
             self._door.begin(version)
 
     @property
@@ -229,6 +233,8 @@ class Sleeper(SleeperCore):
             StateError: the weights are asleep, or an earlier pair failed.
         """
         with self._exclusive():
+            if not self._door.is_open:
+                self._notice()
             return self._door.write(pairs)
 
     def finish_update(self) -> UpdateReport:
@@ -251,6 +257,7 @@ class Sleeper(SleeperCore):
         with self._exclusive():
             if self._context.reload is None:
                 raise StateError("there is no checkpoint to reload from; pass reload= to Sleeper")
+            self._notice()
             return self._door.run(self._context.reload, None)
 
     # -- proof ------------------------------------------------------------------------------------

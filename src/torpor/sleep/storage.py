@@ -39,14 +39,20 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     if tensor.layout != torch.strided or is_lazy(tensor):
         return None
     try:
-        return tensor.untyped_storage()
+        storage = tensor.untyped_storage()
+        # A wrapper class has a storage with a size and nothing behind it.
+        return storage if storage.nbytes() == 0 or storage.data_ptr() != 0 else None
     except (NotImplementedError, RuntimeError):
         return None
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """Bytes that the tensor's elements take, whatever its device; a sparse one's indices too."""
-    if is_lazy(tensor):
+    """Bytes that the tensor's elements take, on whatever device; a sparse one's indices too.
+
+    A wrapper class takes none itself: the tensors inside it do.
+    """
+    is_plain = tensor.layout == torch.strided and not tensor.is_meta
+    if is_lazy(tensor) or (is_plain and storage_of(tensor) is None):
         return 0
     if tensor.layout in _SPARSE_PARTS:
         parts = (getattr(tensor, part)() for part in _SPARSE_PARTS[tensor.layout])
@@ -73,18 +79,9 @@ def refusal(tensor: torch.Tensor, device: torch.device) -> str | None:
         return f"layout {tensor.layout} has no single storage"
     if tensor.device.type != device.type:
         return f"lives on {tensor.device}, not on {device}"
-    storage = storage_of(tensor)
-    if storage is None or not _has_memory(storage):
+    if storage_of(tensor) is None:
         return f"{type(tensor).__name__} has no storage that can be moved"
     return None
-
-
-def _has_memory(storage: torch.UntypedStorage) -> bool:
-    """False for the storage of a wrapper class, which has a size and nothing behind it."""
-    try:
-        return storage.nbytes() == 0 or storage.data_ptr() != 0
-    except RuntimeError:
-        return False
 
 
 def swap_available() -> bool:

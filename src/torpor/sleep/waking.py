@@ -211,7 +211,9 @@ def _map(rise: Rise) -> None:
 def _reload(context: Context, door: Door, rise: Rise) -> None:
     assert context.reload is not None, "wake_up() asked"
     official = {id(entry): entry.digest for entry in rise.entries if entry.policy.verified}
-    door.run(context.reload, None)
+    # A tensor that was replaced is resident and was never discarded.
+    left = {part.name for part in context.slices if part.parameter not in context.ledger}
+    door.run(context.reload, None, skip=left)
     if not rise.same_epoch:
         return
     differing = [
