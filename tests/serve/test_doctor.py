@@ -102,6 +102,12 @@ def test_json_holds_the_diagnosis(torpor: Torpor, tiny_folder: Path) -> None:
     assert len(facts["examinations"]) == 2
 
 
+def test_a_person_sees_what_is_under_way(torpor: Torpor, tiny_folder: Path) -> None:
+    outcome = torpor("doctor", tiny_folder, *QUICK, "--json", terminal=True)
+    assert outcome.json["verdict"] == "healthy"
+    assert "poisoned with 0x7f" in outcome.err
+
+
 def test_a_finding_fails_only_where_that_is_asked_for(
     torpor: Torpor, diagnosis: Diagnosis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

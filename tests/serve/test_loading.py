@@ -39,10 +39,13 @@ def test_each_stage_is_shown_with_its_bytes(monkeypatch: pytest.MonkeyPatch) -> 
         bar("convert", 2_000_000, 2_000_000)
         bar("load", 5, 10)
         bar.refresh()
+        bar.say("dreaming")
+        bar.refresh()
     written = re.sub(r"\x1b\[[0-9;]*m", "", stream.written())
     assert "converting, this once" in written
     assert "1.00 MB of 2.00 MB" in written
     assert "loading the weights" in written
+    assert "dreaming" in written
 
 
 def test_stdout_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

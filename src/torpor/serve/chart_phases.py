@@ -23,7 +23,7 @@ PHASES: Mapping[str, str] = {
     "release": "give the memory back",
     "trim": "return what allocators keep",
     "map": "acquire all memory",
-    "poison": "fill it with NaN",
+    "poison": "fill it with NaN, where asked for",
     "restore": "copy host copies back",
     "verify": "compare every digest",
     "reload": "read the checkpoint, digests included",

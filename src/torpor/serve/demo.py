@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from torpor.check.result import CycleResult
     from torpor.serve.terminal import Terminal
 
-NAP_S = 0.3
-"""Seconds asleep each time, so that the samples and the chart see it."""
-
 _EXIT_CODES = {"intact": OK, "differs": MISMATCH, "incomplete": FAILED}
 
 

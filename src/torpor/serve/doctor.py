@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from torpor.check.doctor import Diagnosis
     from torpor.check.roundtrip import RoundTrip
+    from torpor.serve.loading import LoadingBar
     from torpor.serve.terminal import Terminal
     from torpor.sleep.status import OwnerRow
 
@@ -46,7 +47,13 @@ def examine(
     with loading(terminal) as bar:
         from torpor.check.doctor import doctor
 
-        diagnosis = doctor(model, max_tokens=max_tokens, num_threads=threads, progress=bar)
+        diagnosis = doctor(
+            model,
+            max_tokens=max_tokens,
+            num_threads=threads,
+            listener=None if bar is None else _Announcer(bar),
+            progress=bar,
+        )
     if terminal.json_wanted:
         terminal.emit(diagnosis.to_dict())
     else:
@@ -54,6 +61,16 @@ def examine(
     if diagnosis.verdict == "mismatch":
         return MISMATCH
     return FAILED if strict and diagnosis.verdict == "findings" else OK
+
+
+class _Announcer:
+    """Says which round trip is under way."""
+
+    def __init__(self, bar: LoadingBar) -> None:
+        self._bar = bar
+
+    def examining(self, poison: int, level: int) -> None:
+        self._bar.say(f"sleep and wake at level {level}, poisoned with {poison:#04x}")
 
 
 def show(terminal: Terminal, diagnosis: Diagnosis, *, every: bool) -> None:

@@ -43,16 +43,22 @@ class LoadingBar:
         # The step after a finished stage may be long before it says anything.
         shown = "loading" if done >= total else stage
         if shown != self._stage:
-            self._progress.remove_task(self._task)
-            end = None if done >= total else total
-            self._task = self._progress.add_task(_STAGES.get(shown, shown), total=end)
-            self._stage = shown
+            self._begin(shown, None if done >= total else total)
         if done < total:
             self._progress.update(self._task, completed=done)
+
+    def say(self, words: str) -> None:
+        """Show something that has no known end."""
+        self._begin(words, None)
 
     def refresh(self) -> None:
         """Draw it now instead of at the next tick."""
         self._progress.refresh()
+
+    def _begin(self, stage: str, total: int | None) -> None:
+        self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(_STAGES.get(stage, stage), total=total)
+        self._stage = stage
 
 
 @contextmanager

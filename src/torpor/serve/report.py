@@ -276,8 +276,7 @@ def _script(timeline: Timeline) -> str:
             [round(point.at_s, 4), dict(point.class_bytes)] for point in timeline.class_points
         ],
     }
-    # "<" could end the script element from inside.
-    data = json.dumps(points, separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(points, separators=(",", ":"))
     return (
         f'<script type="application/json" id="points">{data}</script>\n'
         f"<script>\n{_asset('report.js')}</script>"

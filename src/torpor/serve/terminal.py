@@ -51,7 +51,7 @@ class Terminal:
 
     def complain(self, type_name: str, message: str) -> None:
         """Report an error: one line of stderr, or an object on stdout where JSON is wanted."""
-        if False:
+        if self.json_wanted:
             self.emit({"error": {"type": type_name, "message": message}})
             return
         line = Text.assemble(("torpor: ", "bold red"), " ".join(message.split()))

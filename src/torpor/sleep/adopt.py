@@ -53,7 +53,7 @@ class _Group:
 def adopt(
     ledger: Ledger, device: Device, found: Iterable[Found], way: Way = weak_way
 ) -> list[Entry]:
-    """Move every storage that can move into one new arena per tag, in the order found.
+    """Move every storage that can move into new arenas, each of one tag, in the order found.
 
     Returns:
         The new entries. Storages that are owned already only gain their new names.
@@ -69,8 +69,10 @@ def adopt(
     if groups:
         refuse_inference_mode()
     entries: list[Entry] = []
-    for tag in dict.fromkeys(group.leader.tag for group in groups):
-        members = [group for group in groups if group.leader.tag == tag]
+    by_arena: dict[tuple[str, bool], list[_Group]] = {}
+    for group in groups:
+        by_arena.setdefault((group.leader.tag, group.leader.fleeting), []).append(group)
+    for (tag, _fleeting), members in by_arena.items():
         entries += _move_all(ledger, device, tag, members, way)
     return entries
 

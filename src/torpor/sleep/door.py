@@ -149,6 +149,7 @@ class Door:
         except BaseException as error:
             self.abort(error)
             raise
+        update.before.clear()  # Its old host copies are of no use any more; give their room back.
         if source is not None:
             point_at_files(context, covered, source)
         notices = settle_copies(context, changed)

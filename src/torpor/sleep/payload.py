@@ -97,9 +97,8 @@ def find(context: Context, name: str, value: torch.Tensor) -> tuple[Entry, torch
 def put(rows: torch.Tensor, value: torch.Tensor) -> None:
     """Write a value that fits."""
     with torch.inference_mode() if rows.is_inference() else torch.no_grad():
-        targets, pieces = _pieces(rows), _pieces(value)
-        if len(targets) != len(pieces):  # One of the two is not contiguous.
-            targets, pieces = (rows,), (value,)
+        in_pieces = all(t.device.type == "cpu" and t.is_contiguous() for t in (rows, value))
+        targets, pieces = (_pieces(rows), _pieces(value)) if in_pieces else ((rows,), (value,))
         for target, piece in zip(targets, pieces, strict=True):
             target.copy_(piece)
 
@@ -143,6 +142,7 @@ def _check_fits(name: str, value: torch.Tensor, target: torch.Tensor, *, check_n
 
 
 def _has_nan(value: torch.Tensor) -> bool:
+    value = value.detach()
     if value.element_size() == 1:  # fp8 has no reductions
         value = value.to(torch.float32)
     # A finite sum proves that no NaN is in it, at the speed of reading once; inf needs a look.

@@ -31,6 +31,9 @@ class Found:
     tag: str
     persistent: bool = True
     """Whether ``state_dict`` holds it."""
+    fleeting: bool = False
+    """Whether it is made anew all the time, as gradients are: such tensors share an arena that goes
+    with them."""
 
 
 def named_modules(modules: Modules) -> dict[str, nn.Module]:
@@ -100,8 +103,8 @@ def optimizer_tensors(
             for path, tensor in nested_tensors(f"{prefix}.state[{name}]", state, strict=False):
                 yield Found(path, tensor, OwnershipClass.BUFFER, "optimizer", persistent=False)
             if parameter.grad is not None:
-                grad_name = f"{prefix}.grad[{name}]"
-                yield Found(grad_name, parameter.grad, OwnershipClass.BUFFER, "optimizer", False)
+                for path, tensor in plain_tensors(f"{prefix}.grad[{name}]", parameter.grad):
+                    yield Found(path, tensor, OwnershipClass.BUFFER, "optimizer", False, True)
 
 
 def nested_tensors(
