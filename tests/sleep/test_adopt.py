@@ -30,6 +30,7 @@ from torpor.errors import AsleepError, OutOfMemoryError, OwnershipError
 from torpor.sleep.cpu import PAGE_BYTES
 from torpor.sleep.procfs import MemoryMap
 from torpor.sleep.sleeper import Sleeper
+from torpor.sleep.source import FileExtent
 
 
 @pytest.fixture(params=["swap", "rebind"])
@@ -422,6 +423,96 @@ def test_the_memory_of_another_sleeper_is_left_alone(sleeper_for: SleeperMaker) 
     assert bits(layer.weight) == expected
 
 
+# --- parameters on meta --------------------------------------------------------------------------
+
+
+class Checkpoint:
+    """Serves tensors by name."""
+
+    def __init__(self, held: dict[str, torch.Tensor]) -> None:
+        self.held = held
+
+    def names(self) -> list[str]:
+        return list(self.held)
+
+    def pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.held.items()
+
+    def extent(self, name: str) -> FileExtent | None:
+        return None
+
+
+class Marked(nn.Parameter):
+    """A parameter class of a model's own."""
+
+
+class OnMeta(nn.Module):
+    """Parameters on meta, buffers for real, as an engine builds its models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.embedding = nn.Embedding(5, 4)
+            self.head = nn.Linear(4, 5, bias=False)
+            self.empty = nn.Parameter(torch.empty(0, 4))
+            self.scale = nn.Parameter(torch.empty((), dtype=torch.bfloat16), requires_grad=False)
+            self.marked = Marked(torch.empty(3))
+            self.last = nn.Parameter(torch.empty(0))
+        self.head.weight = self.embedding.weight
+        self.marked.loader = "columns"
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+
+def values_for_meta() -> dict[str, torch.Tensor]:
+    return {
+        "embedding.weight": torch.randn(5, 4),
+        "empty": torch.empty(0, 4),
+        "scale": torch.tensor(2.0, dtype=torch.bfloat16),
+        "marked": torch.ones(3),
+        "last": torch.empty(0),
+    }
+
+
+def test_parameters_on_meta_get_memory_and_wait_for_their_content(
+    pattern: int, sleeper_for: SleeperMaker
+) -> None:
+    module, values = OnMeta(), values_for_meta()
+    sleeper = sleeper_for(module, reload=Checkpoint(values), poison=pattern)
+    assert sleeper.tag_states == {"weights": "mapped_invalid"}
+    assert set(sleeper.missing) == set(values)
+    assert module.head.weight is module.embedding.weight
+    assert (type(module.marked), module.marked.loader) == (Marked, "columns")
+    assert not module.scale.requires_grad
+    assert module.marked.requires_grad
+    sleeper.reload_weights()
+    assert sleeper.tag_states == {"weights": "resident"}
+    assert module.table.tolist() == [0, 1, 2]
+    for level in (1, 2):
+        sleeper.sleep(level)
+        report = sleeper.wake_up()
+        assert report.verified == report.total_verifiable
+        for name, value in values.items():
+            assert bits(module.get_parameter(name)) == bits(value)
+    sleeper.update_weights({"scale": torch.tensor(-3.0, dtype=torch.bfloat16)})
+    assert sleeper.verify().ok, "an empty parameter shares no byte with its neighbour"
+
+
+def test_buffers_on_meta_are_refused_by_name() -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("table", torch.ones(2, device="meta"), persistent=False)
+    with pytest.raises(OwnershipError, match="buffers on the meta device: table; compute buffers"):
+        Sleeper(module, reload=Checkpoint({}))
+
+
+def test_wrappers_on_meta_are_refused_by_name() -> None:
+    module = nn.Module()
+    inner = torch.ones(3, dtype=torch.int8, device="meta")
+    wrapper = Wrapper(inner, torch.ones((), device="meta"))
+    module.register_parameter("weight", nn.Parameter(wrapper, requires_grad=False))
+    with pytest.raises(OwnershipError, match="weight"):
+        Sleeper(module, reload=Checkpoint({}))
+
+
 # --- what is refused -----------------------------------------------------------------------------
 
 
@@ -537,11 +628,17 @@ class Adder(nn.Module):
         return self.second(torch.relu(self.first(x)))
 
 
-COMPILED = ["wrapped", "in-place", "forward", "caller"]
+def _scale(module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    return (args[0] * next(module.parameters()).mean(),)
+
+
+COMPILED = ["wrapped", "in-place", "in-place with a hook", "forward", "caller"]
 
 
 def compiled(module: nn.Module, kind: str) -> Callable[..., Any]:
-    if kind == "in-place":
+    if kind.startswith("in-place"):
+        if kind.endswith("hook"):
+            module.register_forward_pre_hook(_scale)
         module.compile(backend="eager")
         return module
     if kind == "forward":
@@ -600,6 +697,7 @@ import torch
 from torch import nn
 from torpor.sleep.procfs import process_rss_bytes
 from torpor.sleep.sleeper import Sleeper
+from torpor.sleep.source import FileExtent
 
 MIB = 1024 * 1024
 torch.ones(31 * MIB // 4)  # once freed, glibc keeps blocks of up to this size in its heap

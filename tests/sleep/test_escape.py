@@ -251,12 +251,14 @@ def test_what_is_computed_from_a_replaced_tensor_follows_it(
         sums, name="sums", cls=OwnershipClass.DERIVED, sources=["first.weight"],
         rebuild=lambda: net.first.weight.sum(0),
     )  # fmt: skip
-    net.first.weight = nn.Parameter(torch.ones(4, 4))
-    epoch = sleeper.weights_epoch
-    sleeper.sleep(2)
-    assert sleeper.weights_epoch > epoch
-    sleeper.wake_up(reload=False)
-    assert sums.tolist() == [4.0] * 4
+    for level, value in ((1, 0.5), (2, 1.0)):
+        net.first.weight = nn.Parameter(torch.full((4, 4), value))
+        epoch = sleeper.weights_epoch
+        sleeper.sleep(level)
+        assert sleeper.weights_epoch > epoch
+        sleeper.wake_up()
+        assert sums.tolist() == [4 * value] * 4
+        sleeper.adopt()
     net.first.weight = nn.Parameter(torch.full((4, 4), 2.0))
     sleeper.adopt()
     assert sums.tolist() == [8.0] * 4

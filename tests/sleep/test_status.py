@@ -200,10 +200,11 @@ def test_views_that_cover_a_storage_together_are_discarded_together(
     [
         lambda t: t[::2],
         lambda t: t.view(3, 4)[:, 1:],
+        lambda t: t.view(3, 4)[:, ::3],
         lambda t: t.as_strided((2, 2), (0, 3)),
         lambda t: t.as_strided((3, 4), (1, 1)),
     ],
-    ids=["every-second", "columns", "expanded", "overlapping"],
+    ids=["every-second", "columns", "outer-columns", "expanded", "overlapping"],
 )
 def test_the_gaps_of_a_strided_parameter_survive_level_2(
     view: object, pattern: int, sleeper_for: SleeperMaker

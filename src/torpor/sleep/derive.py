@@ -134,8 +134,9 @@ def follow(
     for entry in due:
         if entry.stale:
             # Its old digest and copy are of old sources.
-            entry.valid = False
             entry.digest = None
+            if entry.arena.is_mapped:
+                entry.valid = False
     return rebuilt
 
 

@@ -25,7 +25,7 @@ from torpor.sleep.adopt import refuse_inference_mode
 from torpor.sleep.books import Page
 from torpor.sleep.coverage import gaps
 from torpor.sleep.derive import follow, rebuild_stale
-from torpor.sleep.keeping import point_at_files, settle_copies
+from torpor.sleep.keeping import distrust, point_at_files, settle_copies
 from torpor.sleep.payload import Payload, checked_pair, find, pairs_of, put
 from torpor.sleep.reports import Stopwatch, UpdateReport
 from torpor.sleep.restore import recover_copies
@@ -241,8 +241,9 @@ class Door:
 
     def _accept(self, entry: Entry) -> bool:
         """Whether a touched entry's content is complete; invalid ones must be covered in full."""
-        if not entry.valid:
-            entry.valid = not gaps(self._context.slices, entry)
+        if not entry.valid and not gaps(self._context.slices, entry):
+            distrust(self._context, entry)  # It could not make the tensor valid.
+            entry.valid = True
         return entry.valid
 
     def _make_official(

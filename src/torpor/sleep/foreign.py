@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from torpor.errors import ForeignWriteError, TorporError, VerificationError
 from torpor.sleep.derive import can_rebuild, follow, rebuild_stale
+from torpor.sleep.keeping import distrust
 from torpor.sleep.restore import copy_again, restore, settle
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ def _adopt(context: Context, foreign: Sequence[Found]) -> None:
     context.epochs.weights += 1
     if any(entry.in_checkpoint for entry, _ in foreign):
         context.epochs.from_checkpoint = False
-    changed = [entry for entry, _ in foreign if entry.rebuild is None]
+    # A derived tensor that was written keeps that, unless one of its sources was written too.
+    changed = [entry for entry, _ in foreign]
     rebuilt = [entry for entry in follow(context, changed) if entry.policy.verified]
     digests = context.device.fingerprint([entry.range for entry in rebuilt])
     # Sources last: as long as theirs are the old ones, an interrupted sleep starts over from here.
@@ -89,6 +91,8 @@ def _restore(context: Context, foreign: list[Entry]) -> None:
             rebuild_stale(context)
         raise
     if damaged:
+        for entry in damaged:
+            distrust(context, entry)
         names = [entry.name for entry in damaged]
         raise VerificationError(
             f"what was changed outside the door cannot be restored, since the copies of "

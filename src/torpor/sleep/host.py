@@ -262,6 +262,12 @@ class HostStore:
             self._copies[digest, len(data)] = copy
             return copy, len(data)
 
+    def withdraw(self, copy: HostCopy) -> None:
+        """Stop giving a copy out: it was found damaged. Whoever holds it keeps it."""
+        with self._lock:
+            if self.find(copy.digest, copy.nbytes) is copy:
+                del self._copies[copy.digest, copy.nbytes]
+
     def close(self) -> None:
         """Close the spill file. Copies still held can no longer be read, and say so."""
         with self._lock:

@@ -38,6 +38,13 @@ def ensure_copy(context: Context, entry: Entry) -> int:
     return copied
 
 
+def distrust(context: Context, entry: Entry) -> None:
+    """Let go of a host copy that did not give the official content back, for everybody."""
+    if entry.host is not None:
+        context.store.withdraw(entry.host)
+        entry.host = None
+
+
 def settle_copies(context: Context, changed: Iterable[Entry]) -> tuple[str, ...]:
     """Treat the host copies of changed tensors by the sleeper's policy; returns notices."""
     for entry in changed:

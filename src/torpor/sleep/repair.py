@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torpor.errors import TorporError, VerificationError
+from torpor.sleep.keeping import distrust
 from torpor.sleep.payload import find, put, wanted_pairs
 from torpor.sleep.restore import copy_again, settle
 
@@ -39,14 +40,15 @@ def repair(
     """
     said: list[TorporError] = []
     still, unreadable = copy_again(context, damaged)
-    still = _leave_to_later(still, reloading=reloading)
+    for entry in still:
+        # If this wake fails the books get it back, to be tried once more.
+        distrust(context, entry)
+    still = _not_filled_later(still, reloading=reloading)
     if still and not lenient and context.reload is not None and context.epochs.from_checkpoint:
         said = _read_again(context, still)
-        still = settle(context, still)
-    if still and lenient:
-        for entry in still:
-            entry.host = None
-    elif still:
+        settle(context, still)
+        still = [entry for entry in still if not entry.valid]
+    if still and not lenient:
         names = [entry.name for entry in still]
         raise VerificationError(
             f"{len(names)} tensors came back different from what went to sleep: "
@@ -57,16 +59,13 @@ def repair(
     return [entry.name for entry in damaged if entry.valid]
 
 
-def _leave_to_later(damaged: list[Entry], *, reloading: bool) -> list[Entry]:
-    """Give up the copies of what comes back otherwise; returns the rest."""
-    rest = []
-    for entry in damaged:
-        by_rebuild = entry.rebuild is not None and not entry.by_hand
-        if by_rebuild or (reloading and entry.in_checkpoint):
-            entry.host = None
-        else:
-            rest.append(entry)
-    return rest
+def _not_filled_later(damaged: list[Entry], *, reloading: bool) -> list[Entry]:
+    """Those that neither a reload nor a rebuild is going to fill."""
+    return [
+        entry
+        for entry in damaged
+        if (entry.rebuild is None or entry.by_hand) and not (reloading and entry.in_checkpoint)
+    ]
 
 
 def _read_again(context: Context, damaged: list[Entry]) -> list[TorporError]:
