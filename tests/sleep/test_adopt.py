@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from torpor.errors import AsleepError, OutOfMemoryError, OwnershipError
-from torpor.sleep.cpu import PAGE_BYTES
+from torpor.sleep.cpu import PAGE_BYTES, CpuDevice
 from torpor.sleep.procfs import MemoryMap
 from torpor.sleep.sleeper import Sleeper
 from torpor.sleep.source import FileExtent
@@ -495,6 +495,64 @@ def test_parameters_on_meta_get_memory_and_wait_for_their_content(
             assert bits(module.get_parameter(name)) == bits(value)
     sleeper.update_weights({"scale": torch.tensor(-3.0, dtype=torch.bfloat16)})
     assert sleeper.verify().ok, "an empty parameter shares no byte with its neighbour"
+
+
+def test_a_failed_construction_leaves_the_modules_as_they_were(
+    way: str, sleeper_for: SleeperMaker
+) -> None:
+    module, values = OnMeta(), values_for_meta()
+    module.stray = torch.ones(7)
+    table = module.table.data_ptr()
+    with pytest.raises(OwnershipError, match="stray"):
+        sleeper_for(module, reload=Checkpoint(values), strict=True)
+    assert all(parameter.is_meta for parameter in module.parameters())
+    assert module.head.weight is module.embedding.weight
+    assert (type(module.marked), module.marked.loader) == (Marked, "columns")
+    assert not module.scale.requires_grad
+    assert module.table.tolist() == [0, 1, 2]
+    del module.stray
+    sleeper = sleeper_for(module, reload=Checkpoint(values), strict=True)
+    assert "table" in {row.name for row in sleeper.table()}, "it can move again"
+    sleeper.reload_weights()
+    assert bits(module.head.weight) == bits(values["embedding.weight"])
+    assert table != module.table.data_ptr()
+
+
+def test_an_interrupted_adoption_keeps_every_byte(sleeper_for: SleeperMaker) -> None:
+    """An interrupt in the middle of a move: what is not in an arena yet is not released."""
+
+    class Interrupting(CpuDevice):
+        moves_left = 10**9
+
+        def move(self, target: int, source: int, nbytes: int) -> None:
+            self.moves_left -= 1
+            if self.moves_left < 0:
+                raise KeyboardInterrupt
+            super().move(target, source, nbytes)
+
+    net, device = Net(4), Interrupting()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    sleeper = sleeper_for(net, optimizer=optimizer, device=device)
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    expected = [bits(state["momentum_buffer"]) for state in optimizer.state.values()]
+    grads = [bits(parameter.grad) for parameter in net.parameters()]
+    for moves in range(8):
+        device.moves_left = moves
+        with pytest.raises(KeyboardInterrupt):
+            sleeper.sleep()
+        assert not sleeper.is_sleeping
+        device.moves_left = 10**9
+        sleeper.sleep()
+        sleeper.wake_up()
+        assert sleeper.verify().ok
+        momenta = [bits(state["momentum_buffer"]) for state in optimizer.state.values()]
+        assert (momenta, [bits(p.grad) for p in net.parameters()]) == (expected, grads)
+        for parameter in net.parameters():  # as loading a state does: all of it is new again
+            optimizer.state[parameter] = {
+                name: value.clone() for name, value in optimizer.state[parameter].items()
+            }
+            parameter.grad = parameter.grad.clone()
 
 
 def test_buffers_on_meta_are_refused_by_name() -> None:

@@ -11,7 +11,14 @@ from tests.sleep.conftest import SleeperMaker
 from tests.sleep.samples import Net, ShortDevice, bits
 from torch import nn
 
-from torpor.errors import ArgumentError, AsleepError, OutOfMemoryError, OwnershipError, StateError
+from torpor.errors import (
+    ArgumentError,
+    AsleepError,
+    OutOfMemoryError,
+    OwnershipError,
+    StateError,
+    WeightsIncompleteError,
+)
 from torpor.sleep.classes import OwnershipClass
 from torpor.sleep.sleeper import Sleeper
 
@@ -526,4 +533,19 @@ def test_closing_while_asleep_asks_first(sleeper_for: SleeperMaker) -> None:
         sleeper.close()
     sleeper.close(discard=True)
     with pytest.raises((AsleepError, StateError)):
+        layer(torch.ones(1, 2))
+
+
+def test_closing_before_the_weights_are_back_asks_first(sleeper_for: SleeperMaker) -> None:
+    """Otherwise the check would go, and the model would answer from nothing."""
+    layer = nn.Linear(2, 2)
+    sleeper = sleeper_for(layer)
+    sleeper.sleep(2)
+    sleeper.wake_up()
+    with pytest.raises(StateError, match=r"2 tensors have no valid content, such as 'weight'"):
+        sleeper.close()
+    with pytest.raises(WeightsIncompleteError):
+        layer(torch.ones(1, 2))
+    sleeper.close(discard=True)
+    with pytest.raises(StateError, match="closed"):
         layer(torch.ones(1, 2))

@@ -13,6 +13,7 @@ from tests.sleep.samples import Opaque, Wrapper, bits
 from torch import nn
 
 from torpor.sleep.storage import (
+    aliases_by_storage,
     alive,
     living_tensors,
     nbytes_of,
@@ -97,36 +98,44 @@ def test_living_tensors_are_found_without_running_their_code() -> None:
     del proxy
 
 
-MOVERS = [relocate, rebind]
+@pytest.fixture(params=["swap", "rebind"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's swap of data pointers, and as on a torch that has none."""
+    if request.param == "rebind":
+        monkeypatch.setattr("torpor.sleep.storage.swap_available", lambda: False)
 
 
-@pytest.mark.parametrize("mover", MOVERS, ids=["relocate", "rebind"])
-def test_every_alias_follows_its_storage(mover: Callable[..., bool]) -> None:
+def moved(tensor: torch.Tensor) -> bool:
+    """Move a tensor's storage to new memory."""
+    old = tensor.untyped_storage()
+    new = torch.UntypedStorage(old.nbytes()).copy_(old)
+    return relocate(old, new, aliases_by_storage())
+
+
+@pytest.mark.usefixtures("way")
+def test_every_alias_follows_its_storage() -> None:
     base = torch.arange(24, dtype=torch.float32)
     parameter = nn.Parameter(base.view(4, 6))
     column, scalar, strided = base[::2], base[5], base.as_strided((3, 2), (1, 5), 4)
     complex_view = torch.view_as_complex(base.view(12, 2))
     aliases = [base, parameter, column, scalar, strided, complex_view]
     before = [(bits(t), t.shape, t.stride(), t.storage_offset(), t._version) for t in aliases]
-    old = base.untyped_storage()
-    new = torch.UntypedStorage(old.nbytes()).copy_(old)
-    address = new.data_ptr()
-    assert mover(old, new, [parameter])
-    del old, new
+    address = base.data_ptr()
+    assert moved(scalar)
     after = [(bits(t), t.shape, t.stride(), t.storage_offset(), t._version) for t in aliases]
     assert after == before
-    assert {t.untyped_storage().data_ptr() for t in aliases} == {address}
+    addresses = {t.untyped_storage().data_ptr() for t in aliases}
+    assert len(addresses) == 1
+    assert address not in addresses
     base[5] = 99
     assert scalar.item() == 99
     assert parameter.detach()[0, 5] == 99
 
 
-@pytest.mark.parametrize("mover", MOVERS, ids=["relocate", "rebind"])
-def test_autograd_goes_on_after_a_move(mover: Callable[..., bool]) -> None:
+@pytest.mark.usefixtures("way")
+def test_autograd_goes_on_after_a_move() -> None:
     parameter = nn.Parameter(torch.ones(4))
-    old = parameter.untyped_storage()
-    assert mover(old, torch.UntypedStorage(16).copy_(old), [parameter])
-    del old
+    assert moved(parameter)
     (parameter * 3).sum().backward()
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [3.0] * 4
@@ -145,11 +154,15 @@ def test_rebinding_notices_an_alias_that_only_autograd_knows() -> None:
     assert torch.equal(given_x.grad, result.detach())
 
 
-def test_rebinding_leaves_strangers_alone() -> None:
+def test_odd_tensors_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torpor.sleep.storage.swap_available", lambda: False)
     mine, stranger = torch.ones(4), torch.from_numpy(np.zeros(4, dtype=np.float32))
-    lazy, wrapper, sparse = nn.LazyLinear(3), a_wrapper(), torch.eye(3).to_sparse()
+    odd = [nn.LazyLinear(3), a_wrapper(), Opaque(torch.ones(2)), torch.eye(3).to_sparse()]
     address = stranger.data_ptr()
-    old = mine.untyped_storage()
-    assert rebind(old, torch.UntypedStorage(16).copy_(old), [])
+    assert moved(mine)
     assert stranger.data_ptr() == address
-    del lazy, wrapper, sparse
+    assert len(odd) == 4
+
+
+def test_where_there_is_a_swap_nobody_looks_for_aliases() -> None:
+    assert aliases_by_storage() == {}

@@ -22,7 +22,15 @@ from torpor.sleep.classes import OwnershipClass
 from torpor.sleep.ledger import Entry, Ledger, entry_for, weak_way
 from torpor.sleep.procfs import MemoryMap
 from torpor.sleep.residents import DECLARED
-from torpor.sleep.storage import nbytes_of, refusal, relocate, storage_key, swap_available
+from torpor.sleep.storage import (
+    Aliases,
+    aliases_by_storage,
+    nbytes_of,
+    refusal,
+    relocate,
+    storage_key,
+    swap_available,
+)
 
 if TYPE_CHECKING:
     from torpor.sleep.device import Device
@@ -167,6 +175,7 @@ def _move_all(
     arena = Arena(device, sum(sizes), tag)
     # Mapped as it fills, so that no more room is asked for than the move needs at its peak.
     step = max(*sizes, _STEP_BYTES)
+    aliases = aliases_by_storage()
     entries: list[Entry] = []
     for group, size in zip(groups, sizes, strict=True):
         needed = arena.used_bytes + SLOT_ALIGNMENT + size
@@ -174,13 +183,13 @@ def _move_all(
             # What the last steps left in the allocator's hands goes back first.
             device.trim()
             arena.map(min(arena.nbytes, max(needed, arena.mapped_bytes + step)))
-        entry = _move(ledger, arena, group, way)
+        entry = _move(ledger, arena, group, way, aliases)
         entries += [] if entry is None else [entry]
     device.trim()
     return entries
 
 
-def _move(ledger: Ledger, arena: Arena, group: _Group, way: Way) -> Entry | None:
+def _move(ledger: Ledger, arena: Arena, group: _Group, way: Way, aliases: Aliases) -> Entry | None:
     storage, nbytes, leader = group.storage, group.storage.nbytes(), group.leader
     offset = arena.allocate(nbytes)
     new = arena.storage(offset, nbytes)
@@ -192,7 +201,7 @@ def _move(ledger: Ledger, arena: Arena, group: _Group, way: Way) -> Entry | None
     # Known before it moves: an interrupt must not leave bytes in an arena that nobody keeps.
     ledger.add(entry)
     arena.device.move(entry.address, storage.data_ptr(), nbytes)
-    if not relocate(storage, new, [item.tensor for item in group.found]):
+    if not relocate(storage, new, aliases):
         ledger.remove([entry])
         ledger.residents.note(leader.name, leader.tensor, "an alias of it is known to C++ only")
         return None
@@ -248,6 +257,20 @@ def _fill_in(
     entry.in_checkpoint = True
     ledger.add(entry)
     return entry
+
+
+def put_back_on_meta(ledger: Ledger, roots: Mapping[str, nn.Module]) -> None:
+    """Undo ``materialise``: parameters that never got content are on meta again, ties kept."""
+    for entry in ledger:
+        real = entry.tensor()
+        if entry.valid or entry.cls is not OwnershipClass.PARAMETER or real is None:
+            continue
+        data = torch.empty_like(real, device="meta", requires_grad=False)
+        meta = torch.Tensor._make_subclass(type(real), data, real.requires_grad)
+        meta.__dict__.update(real.__dict__)
+        for name in entry.aliases:
+            module, attribute = _place(roots, name)
+            module._parameters[attribute] = meta  # type: ignore[assignment]
 
 
 def _slot_bytes(tensor: torch.Tensor) -> int:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Self
 
 from torpor.errors import FaultedError, OwnershipError, StateError
 from torpor.sleep import choices, status
-from torpor.sleep.adopt import adopt, materialise
+from torpor.sleep.adopt import adopt, materialise, put_back_on_meta
 from torpor.sleep.audit import undeclared
 from torpor.sleep.context import Context
 from torpor.sleep.cpu import CpuDevice
+from torpor.sleep.declare import leave
 from torpor.sleep.door import HOST_COPY_POLICIES, Door
 from torpor.sleep.escape import notice_escapes
 from torpor.sleep.guard import Guard
@@ -78,6 +79,8 @@ class SleeperCore:
             OwnershipError: a meta tensor that no checkpoint fills; under ``strict`` also undeclared
                 tensors, by name.
             OutOfMemoryError: no memory for the arenas.
+
+        On failure the modules are as before.
         """
         self._lock = threading.RLock()
         self._closed = False
@@ -106,11 +109,15 @@ class SleeperCore:
             lambda: self._require_use("weights"), lambda: self._require_use("weights", "optimizer"),
         )  # fmt: skip
         with self._exclusive():
-            self._adopt_all()
-            if declare is not None:
-                declare(self)
-            self._note_undeclared(strict=strict)
-            self._sync_guard()
+            try:
+                self._adopt_all()
+                if declare is not None:
+                    declare(self)
+                self._note_undeclared(strict=strict)
+                self._sync_guard()
+            except BaseException:
+                self._abandon()
+                raise
 
     @contextmanager
     def _exclusive(self, *, closing: bool = False) -> Iterator[None]:
@@ -178,6 +185,15 @@ class SleeperCore:
         entries = adopt(context.ledger, context.device, found)
         self._settle_books()
         status.take_digests(context, entries)
+
+    def _abandon(self) -> None:
+        """After a failed construction: leave the modules as they were, to try again."""
+        self._closed = True
+        self._guard.remove()
+        put_back_on_meta(self._context.ledger, self._roots)
+        leave(self._context)
+        if self._owns_store:
+            self._context.store.close()
 
     def _settle_books(self) -> None:
         status.settle_books(self._context, self._found(), explicit=self._explicit_slices)

@@ -21,14 +21,21 @@ from torpor.sleep.derive import rebuild_stale, refuse_cycle
 from torpor.sleep.ledger import Entry, entry_for, strong_way
 from torpor.sleep.residents import DECLARED_RUNTIME, DECLARED_SYNC
 from torpor.sleep.status import take_digests
-from torpor.sleep.storage import alive, nbytes_of, relocate, storage_of
+from torpor.sleep.storage import (
+    Aliases,
+    aliases_by_storage,
+    alive,
+    nbytes_of,
+    relocate,
+    storage_of,
+)
 from torpor.sleep.walk import Found, nested_tensors
 
 if TYPE_CHECKING:
     from torpor.sleep.context import Context
     from torpor.sleep.ledger import Rebuild
 
-Aliases = Mapping[str, Callable[[], "torch.Tensor | None"]]
+Names = Mapping[str, Callable[[], "torch.Tensor | None"]]
 _DECLARED_FIELDS = ("cls", "sources", "rebuild", "reset", "stale", "valid", "in_checkpoint")
 
 
@@ -209,13 +216,13 @@ class _Instructions:
             setattr(self._entry, name, value)
 
 
-def _make_room(context: Context, tensor: torch.Tensor, tag: str) -> Aliases:
+def _make_room(context: Context, tensor: torch.Tensor, tag: str) -> Names:
     """Let go of a tensor owned under another tag, since memory is released tag by tag."""
     entry = context.ledger.of_storage(tensor.untyped_storage())
     return {} if entry is None or entry.tag == tag else _let_go(context, tensor)
 
 
-def _let_go(context: Context, tensor: torch.Tensor) -> Aliases:
+def _let_go(context: Context, tensor: torch.Tensor) -> Names:
     """Take a tensor out of its arena if it is owned; returns the names that it had."""
     storage = storage_of(tensor)
     entry = None if storage is None else context.ledger.of_storage(storage)
@@ -227,7 +234,7 @@ def _let_go(context: Context, tensor: torch.Tensor) -> Aliases:
     return entry.aliases
 
 
-def _give_names_back(context: Context, old_names: Sequence[tuple[torch.Tensor, Aliases]]) -> None:
+def _give_names_back(context: Context, old_names: Sequence[tuple[torch.Tensor, Names]]) -> None:
     for tensor, aliases in old_names:
         entry = context.ledger.of_storage(tensor.untyped_storage())
         for name, way in aliases.items():
@@ -237,18 +244,18 @@ def _give_names_back(context: Context, old_names: Sequence[tuple[torch.Tensor, A
 
 def _disown(context: Context, entries: Sequence[Entry]) -> None:
     """Move entries to ordinary memory; one that cannot move stays in its arena, and owned."""
-    gone = [entry for entry in entries if _to_ordinary_memory(entry)]
+    aliases = aliases_by_storage()
+    gone = [entry for entry in entries if _to_ordinary_memory(entry, aliases)]
     context.ledger.remove(gone)
 
 
-def _to_ordinary_memory(entry: Entry) -> bool:
+def _to_ordinary_memory(entry: Entry, aliases: Aliases) -> bool:
     storage = alive(entry.storage)
     if storage is None or storage.data_ptr() != entry.address:
         return True
     ordinary = torch.UntypedStorage(storage.nbytes(), device=storage.device)
     ordinary.copy_(storage)
-    known = (way() for way in entry.aliases.values())
-    return relocate(storage, ordinary, [tensor for tensor in known if tensor is not None])
+    return relocate(storage, ordinary, aliases)
 
 
 def _instruct(entry: Entry, declaration: Declaration, sources: tuple[str, ...]) -> None:

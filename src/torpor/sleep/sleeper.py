@@ -343,11 +343,11 @@ class Sleeper(SleeperCore):
         """Move the bytes back to ordinary memory and end. Repeating it changes nothing.
 
         Args:
-            discard: while asleep, give the sleeping content up; its tensors can never be used
-                again.
+            discard: while asleep, or while content is missing, give the content up; the modules
+                can never be used again, and say so.
 
         Raises:
-            StateError: asleep, and ``discard`` is False.
+            StateError: asleep or incomplete, and ``discard`` is False.
         """
         with self._exclusive(closing=True):
             if self._closed:
@@ -356,7 +356,12 @@ class Sleeper(SleeperCore):
                 raise StateError(
                     "asleep: wake_up() first, or close(discard=True) to give the content up"
                 )
-            if not self.is_sleeping:
+            if self.missing and not discard:
+                raise StateError(
+                    f"{len(self.missing)} tensors have no valid content, such as "
+                    f"{self.missing[0]!r}: reload or update them first, or close(discard=True)"
+                )
+            if not self.is_sleeping and not self.missing:
                 leave(self._context)
                 self._guard.remove()
             self._closed = True

@@ -8,15 +8,14 @@ lacks the swap (it is a private method), every alias found is rebound instead.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+Aliases = Mapping[int, Sequence[torch.Tensor]]
+"""Tensor objects by the key of the storage that they look at."""
 
 _BY_ROW = ("crow_indices", "col_indices", "values")
 _BY_COLUMN = ("ccol_indices", "row_indices", "values")
@@ -94,13 +93,24 @@ def swap(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
 
 
-def relocate(
-    storage: torch.UntypedStorage, new: torch.UntypedStorage, found: Iterable[torch.Tensor]
-) -> bool:
+def aliases_by_storage() -> Aliases:
+    """Every tensor object that the garbage collector knows, by the key of its storage.
+
+    Empty where torch has the swap: nobody has to know the aliases then.
+    """
+    aliases: dict[int, list[torch.Tensor]] = {}
+    for tensor in () if swap_available() else living_tensors():
+        storage = storage_of(tensor)
+        if storage is not None:
+            aliases.setdefault(storage_key(storage), []).append(tensor)
+    return aliases
+
+
+def relocate(storage: torch.UntypedStorage, new: torch.UntypedStorage, aliases: Aliases) -> bool:
     """Make every alias of a storage look at new memory that holds the same bytes.
 
     Args:
-        found: aliases that the caller knows; used only where torch has no swap.
+        aliases: what ``aliases_by_storage`` found; used only where torch has no swap.
 
     Returns:
         False when an alias cannot be reached; all of them look at the old memory then.
@@ -108,30 +118,26 @@ def relocate(
     if swap_available():
         swap(storage, new)
         return True
-    return rebind(storage, new, found)
+    return rebind(storage, new, aliases.get(storage_key(storage), ()))
 
 
 def rebind(
-    old: torch.UntypedStorage, new: torch.UntypedStorage, found: Iterable[torch.Tensor]
+    old: torch.UntypedStorage, new: torch.UntypedStorage, aliases: Sequence[torch.Tensor]
 ) -> bool:
-    """Point every alias of ``old`` at ``new``; the way for a torch without the swap.
+    """Point the aliases of ``old`` at ``new``; the way for a torch without the swap.
 
-    Aliases are those given plus every tensor the garbage collector knows. When something else still
-    holds ``old`` afterwards (a view that only C++ knows), all of them are pointed back.
+    When something else still holds ``old`` afterwards (a view that only C++ knows), all of them are
+    pointed back.
 
     Returns:
         Whether ``old`` has no user left but the caller.
     """
-    key = storage_key(old)
-    aliases = {id(tensor): tensor for tensor in found}
-    aliases.update((id(tensor), tensor) for tensor in living_tensors())
-    users = [tensor for tensor in aliases.values() if _key_or_none(tensor) == key]
-    for tensor in users:
+    for tensor in aliases:
         _point(tensor, new)
     # The caller's handle and the argument of this call are one StorageImpl reference in C++.
     if torch._C._storage_Use_Count(old._cdata) <= 1:
         return True
-    for tensor in users:
+    for tensor in aliases:
         _point(tensor, old)
     return False
 
@@ -153,11 +159,6 @@ def alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
     """The storage behind a weak reference, or None when no tensor uses it any more."""
     storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return storage
-
-
-def _key_or_none(tensor: torch.Tensor) -> int | None:
-    storage = storage_of(tensor)
-    return None if storage is None else storage_key(storage)
 
 
 def _point(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
