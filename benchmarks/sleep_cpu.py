@@ -2,10 +2,10 @@
 
 Run: python benchmarks/sleep_cpu.py [--rounds 7] [--json FILE]
 
-Every round measures, side by side: the bare digest of all owned bytes, the bare release of the arenas
-(mapped again and restored afterwards), a clean level-1 sleep and its wake, and a level-1 sleep after
-every tensor was changed through the door with ``host_copy="defer"``, which writes a file copy. Medians
-are reported, with the rig and the load of the machine.
+Every round measures, side by side: the bare digest of all owned bytes, the bare release of the
+arenas (mapped again and restored afterwards), a clean level-1 sleep and its wake, and a level-1
+sleep after every tensor was changed through the door with ``host_copy="defer"``, which writes a
+file copy. Medians are reported, with the rig and the load of the machine.
 """
 
 from __future__ import annotations

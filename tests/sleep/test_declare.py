@@ -329,6 +329,29 @@ def test_empty_tensors_are_owned_by_doing_nothing(sleeper_for: SleeperMaker) -> 
     assert [row.name for row in sleeper.table()] == ["cache.1"]
 
 
+def test_views_that_fill_a_storage_are_owned_together(
+    pattern: int, sleeper_for: SleeperMaker
+) -> None:
+    whole = torch.ones(4, 6)
+    sleeper = sleeper_for(nn.Identity(), poison=pattern)
+    sleeper.own([whole[:1], whole[1:]], name="kv", cls=CACHE)
+    assert sleeper.sleep().released_bytes == {"cache": 96}
+    sleeper.wake_up()
+    assert not whole.any()
+
+
+@pytest.mark.parametrize("cls", [BUFFER, PARAMETER])
+def test_a_part_declared_to_survive_keeps_the_whole(
+    cls: OwnershipClass, pattern: int, sleeper_for: SleeperMaker
+) -> None:
+    whole = torch.arange(10.0)
+    sleeper = sleeper_for(nn.Identity(), poison=pattern)
+    sleeper.own(whole[2:5], name="part", cls=cls)
+    sleeper.sleep(2)
+    sleeper.wake_up()
+    assert whole.tolist() == list(range(10))
+
+
 # --- what a bad declaration leaves behind --------------------------------------------------------
 
 
@@ -391,6 +414,22 @@ def bad_declarations(sleeper: Sleeper, net: Net) -> dict[str, tuple[type[Excepti
                 net.table, name="c", cls=DERIVED, sources=["table"], rebuild=lambda: net.table
             ),
         ),
+        "part-of-ours": (
+            OwnershipError, "'c' is a part of a storage of 12 bytes",
+            lambda: own(ours[:2], name="c", cls=CACHE),
+        ),
+        "part-of-a-buffer": (
+            OwnershipError, "'c' is a part of a storage of 64 bytes",
+            lambda: own(net.table[2:], name="c", cls=SCRATCH),
+        ),
+        "gaps": (
+            OwnershipError, "'c.0' is a part of a storage",
+            lambda: own([ours[:1], ours[2:]], name="c", cls=DERIVED, rebuild=lambda: None),
+        ),
+        "parameter": (
+            OwnershipError, "'c' is the memory of a parameter",
+            lambda: own(net.first.weight, name="c", cls=CACHE),
+        ),
         "tag": (
             ArgumentError, "tag='kv' is none of",
             lambda: own(ours, name="c", cls=CACHE, tag="kv"),
@@ -403,6 +442,7 @@ def bad_declarations(sleeper: Sleeper, net: Net) -> dict[str, tuple[type[Excepti
     [
         *("taken", "taken-inside", "exported", "exported-views", "meta", "nothing", "source-name"),
         *("source-tensor", "rebuild-raises", "rebuild-shape", "again-raises", "tag", "itself"),
+        *("part-of-ours", "part-of-a-buffer", "gaps", "parameter"),
     ],
 )
 def test_a_bad_declaration_changes_nothing(case: str, sleeper_for: SleeperMaker) -> None:

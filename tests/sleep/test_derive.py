@@ -151,7 +151,8 @@ def test_a_rebuild_that_fails_without_host_copies_names_what_is_lost(
     sleeper._context.ledger["twice"].rebuild = boom
     with pytest.raises(OwnershipError) as caught:
         sleeper.update_weights({"a": torch.full((3,), 9.0)})
-    assert "3 tensors had no host copy and are invalid" in caught.value.__notes__[0]
+    # What was computed from it comes back by its rebuild, or has not been touched.
+    assert "1 tensors had no host copy and are invalid" in caught.value.__notes__[0]
     with pytest.raises(WeightsIncompleteError) as incomplete:
         sleeper.require_ready()
     assert incomplete.value.names == ("a",)

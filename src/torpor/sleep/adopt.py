@@ -182,7 +182,8 @@ def _move_all(
         if needed > arena.mapped_bytes:
             # What the last steps left in the allocator's hands goes back first.
             device.trim()
-            arena.map(min(arena.nbytes, max(needed, arena.mapped_bytes + step)))
+            target = min(arena.nbytes, max(needed, arena.mapped_bytes + step))
+            arena.map(target, populate=True)
         entry = _move(ledger, arena, group, way, aliases)
         entries += [] if entry is None else [entry]
     device.trim()

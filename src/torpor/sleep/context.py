@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torpor.sleep.coverage import gaps
+from torpor.sleep.derive import has_sources
 from torpor.sleep.ledger import Entry, Ledger
 from torpor.sleep.states import StateMachine, TagState
 
@@ -62,14 +63,14 @@ class Context:
 
     def missing(self, tags: Iterable[str]) -> list[str]:
         """Names without valid content: those of the checkpoint that were not written yet, where it
-        has any for a tensor, else owned names.
+        has any for a tensor, else owned names. Of what is asleep, those that a wake cannot restore.
 
         Tensors that a rebuild fills once their sources are there are not listed: see ``waiting``.
         """
         return [
             name
             for entry in self.ledger.in_tags(tags)
-            if not entry.valid and not self._waits_for_sources(entry)
+            if self._is_lost(entry)
             for name in gaps(self.slices, entry) or [entry.name]
         ]
 
@@ -78,10 +79,13 @@ class Context:
         return [
             entry.name
             for entry in self.ledger.in_tags(tags)
-            if not entry.valid and self._waits_for_sources(entry)
+            if entry.arena.is_mapped and not entry.valid and self._waits_for_sources(entry)
         ]
 
+    def _is_lost(self, entry: Entry) -> bool:
+        if entry.arena.is_mapped:
+            return not entry.valid and not self._waits_for_sources(entry)
+        return entry.policy.verified and entry.rebuild is None and entry.is_dirty
+
     def _waits_for_sources(self, entry: Entry) -> bool:
-        return entry.rebuild is not None and not all(
-            source.valid and source.arena.is_mapped for source in self.ledger.sources_of(entry)
-        )
+        return entry.rebuild is not None and not has_sources(self.ledger, entry)

@@ -201,7 +201,8 @@ class SleeperCore:
     def _rescan(self, tags: Sequence[str]) -> tuple[str, ...]:
         """Before a sleep: notice what has left, and own what an optimizer has made since."""
         context = self._context
-        wanted = "optimizer" in tags and "optimizer" not in context.released
+        asleep = "optimizer" in context.released
+        wanted = bool(self._optimizers) and "optimizer" in tags and not asleep
         found = list(optimizer_tensors(self._optimizers, self._roots)) if wanted else []
         self._notice(found, optimizer=wanted)
         status.take_digests(context, adopt(context.ledger, context.device, found))

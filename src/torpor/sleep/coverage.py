@@ -6,7 +6,7 @@ is covered once every byte that a checkpoint name leads to has been written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,13 +45,18 @@ def reaches_all(slices: SliceTable, entry: Entry) -> bool:
     Views with gaps count for nothing: where that errs, a host copy is kept that could be spared.
     """
     by_parameter = slices.by_parameter()
-    spans = [
-        _span(entry, name)
+    tensors = [
+        tensor
         for name in entry.aliases
         if (parts := by_parameter.get(name)) and _are_all_rows(entry, name, parts)
-        if (tensor := entry.tensor(name)) is not None and _is_dense(tensor)
+        if (tensor := entry.tensor(name)) is not None
     ]
-    return _inside((0, entry.nbytes), spans)
+    return fill_up(tensors, entry.nbytes)
+
+
+def fill_up(tensors: Iterable[torch.Tensor], nbytes: int) -> bool:
+    """Whether tensors of one storage take up all of it together; views with gaps do not count."""
+    return _inside((0, nbytes), [_span_of(tensor) for tensor in tensors if _is_dense(tensor)])
 
 
 def _is_written(entry: Entry, name: str, parts: Sequence[WeightSlice]) -> bool:
@@ -73,7 +78,11 @@ def _are_all_rows(entry: Entry, name: str, parts: Sequence[WeightSlice]) -> bool
 
 def _span(entry: Entry, name: str) -> _Span:
     tensor: torch.Tensor | None = entry.tensor(name)
-    if tensor is None or tensor.numel() == 0:
+    return (0, 0) if tensor is None else _span_of(tensor)
+
+
+def _span_of(tensor: torch.Tensor) -> _Span:
+    if tensor.numel() == 0:
         return 0, 0
     reach = zip(tensor.shape, tensor.stride(), strict=True)
     first = int(tensor.storage_offset())

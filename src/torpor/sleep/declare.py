@@ -16,7 +16,8 @@ from torpor.errors import ArgumentError, OwnershipError
 from torpor.sleep.adopt import adopt, check_names, refusals, refuse_inference_mode, tensor_in
 from torpor.sleep.arena import Arena
 from torpor.sleep.choices import one_of
-from torpor.sleep.classes import POLICIES, TAGS, OwnershipClass
+from torpor.sleep.classes import POLICIES, TAGS, AtSleep, OwnershipClass
+from torpor.sleep.coverage import fill_up
 from torpor.sleep.derive import rebuild_stale, refuse_cycle
 from torpor.sleep.ledger import Entry, entry_for, strong_way
 from torpor.sleep.residents import DECLARED_RUNTIME, DECLARED_SYNC
@@ -27,6 +28,7 @@ from torpor.sleep.storage import (
     alive,
     nbytes_of,
     relocate,
+    storage_key,
     storage_of,
 )
 from torpor.sleep.walk import Found, nested_tensors
@@ -36,6 +38,10 @@ if TYPE_CHECKING:
     from torpor.sleep.ledger import Rebuild
 
 Names = Mapping[str, Callable[[], "torch.Tensor | None"]]
+_DISCARDED = frozenset(
+    cls for cls, policy in POLICIES.items() if policy.level2 is AtSleep.DISCARD
+) - {OwnershipClass.PARAMETER}
+"""Classes whose bytes level 2 throws away on the word of their declaration alone."""
 _DECLARED_FIELDS = ("cls", "sources", "rebuild", "reset", "stale", "valid", "in_checkpoint")
 
 
@@ -77,6 +83,8 @@ def declare(context: Context, tensors: Any, declaration: Declaration) -> list[En
     tag = _tag_of(declaration)
     found = [Found(name, tensor, declaration.cls, tag) for name, tensor in named]
     _check_movable(context, found)
+    if declaration.cls in _DISCARDED:
+        _check_whole(context, found)
     refuse_cycle(context.ledger, declaration.name, _owned(context, found), sources)
     before = [_Instructions(entry) for entry in _owned(context, found) if entry.tag == tag]
     old_names = [(item.tensor, _make_room(context, item.tensor, tag)) for item in found]
@@ -197,6 +205,28 @@ def _check_movable(context: Context, found: Sequence[Found]) -> None:
         if reason is not None:
             raise OwnershipError(f"cannot own {item.name!r}: {reason}")
     check_names(context.ledger, found)
+
+
+def _check_whole(context: Context, found: Sequence[Found]) -> None:
+    """Raise when bytes that the declaration does not speak of would be discarded with it."""
+    by_storage: dict[int, list[Found]] = {}
+    for item in found:
+        by_storage.setdefault(storage_key(item.tensor.untyped_storage()), []).append(item)
+    for items in by_storage.values():
+        name, storage = items[0].name, items[0].tensor.untyped_storage()
+        entry = context.ledger.of_storage(storage)
+        if not fill_up([item.tensor for item in items], storage.nbytes()):
+            raise OwnershipError(
+                f"{name!r} is a part of a storage of {storage.nbytes()} bytes, and sleep would "
+                "discard the rest with it; declare the whole tensor that it is a view of, or copy "
+                "it into memory of its own"
+            )
+        is_parameter = entry is not None and entry.cls is OwnershipClass.PARAMETER
+        if is_parameter and items[0].cls is not OwnershipClass.DERIVED:
+            raise OwnershipError(
+                f"{name!r} is the memory of a parameter, and its content would be lost; declare "
+                "memory of its own"
+            )
 
 
 def _owned(context: Context, found: Sequence[Found]) -> list[Entry]:

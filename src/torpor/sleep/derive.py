@@ -70,13 +70,18 @@ def dependants(context: Context, changed: Iterable[Entry]) -> list[Entry]:
     return found
 
 
-def can_rebuild(context: Context, entry: Entry) -> bool:
-    """Whether the entry and all its sources are mapped, and the sources valid and up to date."""
-    if entry.rebuild is None or not entry.arena.is_mapped:
-        return False
+def has_sources(ledger: Ledger, entry: Entry) -> bool:
+    """Whether all that an entry is computed from is mapped, valid and up to date."""
     return all(
         source.valid and not source.stale and source.arena.is_mapped
-        for source in context.ledger.sources_of(entry)
+        for source in ledger.sources_of(entry)
+    )
+
+
+def can_rebuild(context: Context, entry: Entry) -> bool:
+    """Whether an entry is mapped and its rebuild has what it needs."""
+    return (
+        entry.rebuild is not None and entry.arena.is_mapped and has_sources(context.ledger, entry)
     )
 
 

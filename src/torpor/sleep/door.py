@@ -293,10 +293,10 @@ class Door:
             return
         entry.valid = False
         entry.covered.clear()
-        if not page.valid or entry.host is None or entry.is_dirty:
-            entry.by_hand = False
-            return
-        recover_copies(self._context, [entry])
+        if page.valid:
+            # Without a host copy too: what was sent may have been what was there.
+            recover_copies(self._context, [entry])
+        entry.by_hand = entry.by_hand and entry.valid
 
     def _require_complete(self) -> None:
         missing = self._context.missing(["weights"])

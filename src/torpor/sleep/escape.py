@@ -59,10 +59,7 @@ def notice_escapes(
 
 def _has_left(ledger: Ledger, item: Found) -> bool:
     entry = ledger.get(item.name)
-    if entry is None:
-        return False
-    storage = storage_of(item.tensor)
-    return storage is None or ledger.of_storage(storage) is not entry
+    return entry is not None and not entry.holds(item.tensor)
 
 
 def _take_away(ledger: Ledger, entry: Entry, name: str) -> None:
@@ -78,12 +75,11 @@ def _take_away(ledger: Ledger, entry: Entry, name: str) -> None:
     entry.in_checkpoint = False
     entry.sources, entry.rebuild, entry.stale = (), None, False
     entry.name = kept
-    ledger.add_alias(entry, kept, lambda: _if_in_slot(entry, way()))
+    ledger.add_alias(entry, kept, lambda: _if_held(entry, way()))
 
 
-def _if_in_slot(entry: Entry, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    storage = None if tensor is None else storage_of(tensor)
-    return tensor if storage is not None and storage.data_ptr() == entry.address else None
+def _if_held(entry: Entry, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor if tensor is not None and entry.holds(tensor) else None
 
 
 def _put_where_it_is(ledger: Ledger, item: Found) -> None:

@@ -210,6 +210,7 @@ def _forget_discarded(context: Context, tags: Iterable[str]) -> int:
     """
     dropped = 0
     for entry in context.ledger.in_tags(tags):
+        entry.covered.clear()
         discards = at_sleep(entry, context.released[entry.tag]) is AtSleep.DISCARD
         if discards and entry.policy.verified:
             dropped += 0 if entry.host is None else entry.nbytes

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torpor.errors import OwnershipError
 from torpor.sleep.classes import POLICIES, OwnershipClass, Policy
 from torpor.sleep.residents import Residents
-from torpor.sleep.storage import alive, storage_key, weak
+from torpor.sleep.storage import alive, storage_key, storage_of, weak
 
 if TYPE_CHECKING:
     import torch
@@ -84,6 +84,11 @@ class Entry:
     def is_alive(self) -> bool:
         """Whether a tensor still uses the storage, and the storage this slot."""
         storage = alive(self.storage)
+        return storage is not None and storage.data_ptr() == self.address
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's storage lies in this slot."""
+        storage = storage_of(tensor)
         return storage is not None and storage.data_ptr() == self.address
 
     def tensor(self, name: str | None = None) -> torch.Tensor | None:

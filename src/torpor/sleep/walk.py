@@ -75,18 +75,32 @@ def named_optimizers(
 
 def module_tensors(roots: Mapping[str, nn.Module]) -> Iterator[Found]:
     """Every parameter and buffer, persistent or not, under every one of its names."""
-    for prefix, root in roots.items():
-        start = f"{prefix}." if prefix else ""
-        for path, module in root.named_modules(remove_duplicate=False):
-            here = f"{start}{path}." if path else start
-            transient = module._non_persistent_buffers_set
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    yield from _found(here + name, parameter, OwnershipClass.PARAMETER, True)
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    persistent = name not in transient
-                    yield from _found(here + name, buffer, OwnershipClass.BUFFER, persistent)
+    for here, module in _modules(roots):
+        transient = module._non_persistent_buffers_set
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield from _found(here + name, parameter, OwnershipClass.PARAMETER, True)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield from _found(here + name, buffer, OwnershipClass.BUFFER, name not in transient)
+
+
+def _modules(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Every module under every one of its names, with the prefix of what it holds.
+
+    As ``named_modules(remove_duplicate=False)`` gives them, in a fraction of the time: every sleep
+    looks at all of them.
+    """
+    due = [(f"{name}." if name else "", root) for name, root in roots.items()][::-1]
+    while due:
+        here, module = due.pop()
+        yield here, module
+        children = [
+            (f"{here}{name}.", child)
+            for name, child in module._modules.items()
+            if child is not None
+        ]
+        due += reversed(children)
 
 
 def optimizer_tensors(
