@@ -31,6 +31,7 @@ from torpor.sleep.cpu import PAGE_BYTES, CpuDevice
 from torpor.sleep.procfs import MemoryMap
 from torpor.sleep.sleeper import Sleeper
 from torpor.sleep.source import FileExtent
+from torpor.sleep.storage import swap_available
 
 
 @pytest.fixture(params=["swap", "rebind"])
@@ -378,6 +379,7 @@ def test_tensors_without_a_storage_stay_resident(kind: str, sleeper_for: Sleeper
         assert torch.equal(module(torch.ones(1, 5)), expected)
 
 
+@pytest.mark.skipif(not swap_available(), reason="this torch cannot swap a storage's memory")
 def test_an_alias_known_to_cpp_alone_follows_the_swap(sleeper_for: SleeperMaker) -> None:
     given_x, result = _result_that_autograd_saved()
     sleeper = sleeper_for(holding(result=result.detach()))

@@ -22,6 +22,7 @@ from torpor.sleep.storage import (
     refusal,
     relocate,
     storage_of,
+    swap_available,
     weak,
 )
 
@@ -164,5 +165,6 @@ def test_odd_tensors_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(odd) == 4
 
 
+@pytest.mark.skipif(not swap_available(), reason="this torch cannot swap a storage's memory")
 def test_where_there_is_a_swap_nobody_looks_for_aliases() -> None:
     assert aliases_by_storage() == {}

@@ -207,6 +207,8 @@ def _move(ledger: Ledger, arena: Arena, group: _Group, way: Way, aliases: Aliase
         ledger.residents.note(leader.name, leader.tensor, "an alias of it is known to C++ only")
         return None
     ledger.residents.forget(leader.tensor)
+    # Without the swap this lets go of the old memory now, not when the last group has moved.
+    group.storage = holder
     return entry
 
 

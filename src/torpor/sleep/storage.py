@@ -162,7 +162,9 @@ def alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
 
 
 def _point(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
-    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    # Inference tensors have no version counter, and torch checks that both sides agree on that.
+    with torch.inference_mode(tensor.is_inference()):
+        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
     # Assigning .data exchanges the storage and leaves object, grad and version counter alone.
     tensor.data = view
