@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tests.sleep.conftest import SleeperMaker
+from tests.sleep.kit import FaultyDevice
 from torch import nn
 
-from torpor.errors import WeightsIncompleteError
+from torpor.errors import ArenaError, WeightsIncompleteError, WeightsMismatchError
 from torpor.sleep.coverage import gaps
 from torpor.sleep.ledger import Entry
 from torpor.sleep.sleeper import Sleeper
@@ -104,23 +107,58 @@ def test_views_of_one_storage_are_needed_all(sleeper_for: SleeperMaker) -> None:
     assert sleeper.verify().ok
 
 
-def test_coverage_does_not_outlive_the_memory(sleeper_for: SleeperMaker) -> None:
-    table = SliceTable(
-        [
-            WeightSlice(name="q", parameter="weight", start=0, length=3),
-            WeightSlice(name="k", parameter="weight", start=3, length=3),
-        ]
-    )
-    model = nn.Linear(4, 6, bias=False)
-    sleeper = sleeper_for(model, slices=table)
+HALVES = SliceTable(
+    [
+        WeightSlice(name="q", parameter="weight", start=0, length=3),
+        WeightSlice(name="k", parameter="weight", start=3, length=3),
+    ]
+)
+
+
+def half_filled(sleeper_for: SleeperMaker, **options: Any) -> Sleeper:
+    """Awake after level 2, with one half of the only weight sent."""
+    sleeper = sleeper_for(nn.Linear(4, 6, bias=False), slices=HALVES, **options)
     sleeper.sleep(2)
     sleeper.wake_up(reload=False)
     with pytest.raises(WeightsIncompleteError):
         sleeper.update_weights({"q": torch.ones(3, 4)})
-    sleeper.sleep(1)
-    assert sleeper.wake_up().missing == ("q", "k")
+    assert sleeper.missing == ("k",)
+    return sleeper
+
+
+def fill_the_other_half(sleeper: Sleeper) -> None:
+    """The half that was sent before the memory went does not count any more."""
     with pytest.raises(WeightsIncompleteError) as caught:
         sleeper.update_weights({"k": torch.ones(3, 4)})
     assert caught.value.names == ("q",)
     sleeper.update_weights({"q": torch.ones(3, 4)})
-    assert model.weight.sum() == 24
+    sleeper.require_ready()
+
+
+def test_coverage_does_not_outlive_the_memory(sleeper_for: SleeperMaker) -> None:
+    sleeper = half_filled(sleeper_for)
+    sleeper.sleep(1)
+    assert sleeper.missing == ("q", "k"), "asleep already"
+    assert sleeper.wake_up().missing == ("q", "k")
+    fill_the_other_half(sleeper)
+
+
+def test_coverage_does_not_outlive_memory_that_a_rollback_brought_back(
+    sleeper_for: SleeperMaker,
+) -> None:
+    device = FaultyDevice()
+    sleeper = half_filled(sleeper_for, device=device)
+    device.calls.clear()
+    device.arm(5, lambda: ArenaError("no"), after=True)
+    with pytest.raises(ArenaError):
+        sleeper.sleep(1)
+    assert "unmap" in device.calls
+    assert sleeper.missing == ("q", "k")
+    fill_the_other_half(sleeper)
+
+
+def test_coverage_does_not_outlive_an_update_that_failed(sleeper_for: SleeperMaker) -> None:
+    sleeper = half_filled(sleeper_for)
+    with pytest.raises(WeightsMismatchError):
+        sleeper.update_weights([("k", torch.ones(3, 4)), ("k", torch.ones(1))])
+    assert sleeper.missing == ("q", "k")

@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.sleep.kit import MemorySource, Rig, expected, weights_of
+from tests.sleep.conftest import SleeperMaker
+from tests.sleep.kit import MemorySource, Rig, expected, is_readable, weights_of
 
 import torpor.sleep
 from torpor.errors import (
@@ -136,6 +137,7 @@ IDS = [case.name for case in CASES]
 
 def examine(case: Case, rig: Rig, *, may_lose: bool) -> None:
     """After a disturbed transition: consistent, and right now or after doing it again."""
+    assert not rig.sleeper._is_inside(), "the lock is held for ever"
     rig.check_books()
     if case.act is _update_badly and rig.sleeper.update_is_open:
         # Interrupted while it was undoing the update: the next call goes on with it, and says so.
@@ -276,12 +278,63 @@ def test_an_interrupt_at_any_line_loses_nothing(case: Case, rig_for: RigMaker) -
     chosen = set(points.values())
     if case.name in {"sleep-1", "wake-1", "wake-2-reload", "update"}:
         chosen.update({line: index for index, line in enumerate(dry.lines)}.values())
+    kept: list[BaseException] = []  # As an interactive session keeps the last one.
     for at in sorted(chosen):
         case.before(rig)
-        with contextlib.suppress(KeyboardInterrupt), LineInterrupt(at):
-            case.act(rig)
+        try:
+            with LineInterrupt(at):
+                case.act(rig)
+        except KeyboardInterrupt as error:
+            kept = [error]
         try:
             examine(case, rig, may_lose=case.may_lose)
         except BaseException as error:
             error.add_note(f"after an interrupt at {dry.lines[at]}")
             raise
+    assert kept
+
+
+ADOPTING = frozenset({"adopt.py", "arena.py", "storage.py", "walk.py", "escape.py", "ledger.py"})
+
+
+def test_an_interrupt_while_optimizer_state_is_adopted_loses_nothing(
+    sleeper_for: SleeperMaker,
+) -> None:
+    undisturbed = _training_losses(sleeper_for, None)
+    dry = LineInterrupt()
+    assert _training_losses(sleeper_for, dry) == undisturbed
+    points = {line: index for index, line in reversed(list(enumerate(dry.lines)))}
+    chosen = [index for (path, _), index in points.items() if Path(path).name in ADOPTING]
+    assert len(chosen) > 50
+    for at in chosen:
+        losses = _training_losses(sleeper_for, LineInterrupt(at))
+        assert losses == undisturbed, f"after an interrupt at {dry.lines[at]}"
+
+
+def _training_losses(sleeper_for: SleeperMaker, interrupt: LineInterrupt | None) -> list[float]:
+    """Three steps; after the first a sleep that may be cut short, then a whole one."""
+    torch.manual_seed(3)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    sleeper = sleeper_for(model, optimizer=optimizer)
+    losses = [_step(model, optimizer)]
+    if interrupt is not None:
+        with contextlib.suppress(KeyboardInterrupt), interrupt:
+            sleeper.sleep(1)
+        sleeper.wake_up()
+        sleeper.sleep(1)
+        sleeper.wake_up()
+        tensors = [tensor for state in optimizer.state.values() for tensor in state.values()]
+        spans = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+        assert is_readable(spans), "state in memory that is not there"
+    losses += [_step(model, optimizer) for _ in range(2)]
+    sleeper.close()
+    return losses
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    optimizer.zero_grad()
+    loss = model(torch.arange(8.0).reshape(2, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return float(loss.item())

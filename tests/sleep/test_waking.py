@@ -75,6 +75,30 @@ def test_an_update_that_a_failed_wake_left_open_is_forgotten(rig_for: RigMaker) 
     assert rig.is_right()
 
 
+def test_a_wake_that_is_interrupted_twice_leaves_no_update_behind(rig_for: RigMaker) -> None:
+    rig = rig_for(weights=OLD, reload=MemorySource(OLD))
+    rig.sleeper.sleep(1)
+    context = rig.sleeper._context
+    good = context.reload
+
+    class ThenUndoing(MemorySource):
+        def pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield "embed", NEW["embed"]
+            # The second interrupt comes while the first one's update is undone.
+            rig.device.arm(0, KeyboardInterrupt)
+            raise KeyboardInterrupt
+
+    context.reload = ThenUndoing(OLD)
+    with pytest.raises(KeyboardInterrupt):
+        rig.sleeper.wake_up(reload=True)
+    assert rig.device.raised
+    context.reload = good
+    assert not rig.sleeper.update_is_open
+    rig.check_books()
+    rig.sleeper.wake_up()
+    assert rig.is_right()
+
+
 def test_a_failed_wake_leaves_pushed_pairs_possible(rig_for: RigMaker) -> None:
     source = MemorySource({**OLD, "extra": torch.zeros(1)})
     rig = rig_for(weights=OLD, reload=MemorySource(OLD))

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torpor.sleep.coverage import gaps
-from torpor.sleep.derive import has_sources
 from torpor.sleep.ledger import Entry, Ledger
 from torpor.sleep.states import StateMachine, TagState
 
@@ -88,4 +87,4 @@ class Context:
         return entry.policy.verified and entry.rebuild is None and entry.is_dirty
 
     def _waits_for_sources(self, entry: Entry) -> bool:
-        return entry.rebuild is not None and not has_sources(self.ledger, entry)
+        return entry.rebuild is not None and not self.ledger.has_valid_sources(entry)

@@ -108,7 +108,7 @@ class SleeperCore:
             self._roots.values(), self._optimizers.values(),
             lambda: self._require_use("weights"), lambda: self._require_use("weights", "optimizer"),
         )  # fmt: skip
-        with self._exclusive():
+        with self._lock, self._session():
             try:
                 self._adopt_all()
                 if declare is not None:
@@ -120,16 +120,16 @@ class SleeperCore:
                 raise
 
     @contextmanager
-    def _exclusive(self, *, closing: bool = False) -> Iterator[None]:
-        nested = self._is_inside()
-        with self._lock:
-            if self._closed and not closing:
-                raise StateError("this sleeper is closed; make a new one")
-            try:
-                yield
-            finally:
-                if not nested and not self._closed:
-                    self._sync_guard()
+    def _session(self, *, closing: bool = False) -> Iterator[None]:
+        """What a call begins and ends with. The lock is taken beside it and not in here: only a
+        ``with`` on the lock itself cannot be cut in two by an interrupt."""
+        if self._closed and not closing:
+            raise StateError("this sleeper is closed; make a new one")
+        try:
+            yield
+        finally:
+            if not self._closed:
+                self._sync_guard()
 
     def _is_inside(self) -> bool:
         """Whether this thread is in the middle of a call. Asked of the lock: a note of our own
@@ -150,7 +150,7 @@ class SleeperCore:
             self._require_ready(tag for tag in tags if tag in self._context.ledger.tags())
 
     def _require_ready(self, tags: Iterable[str]) -> None:
-        with self._exclusive():
+        with self._lock, self._session():
             if self._door.is_open:
                 self._door.finish()
             self._require_not_faulted()

@@ -70,18 +70,12 @@ def dependants(context: Context, changed: Iterable[Entry]) -> list[Entry]:
     return found
 
 
-def has_sources(ledger: Ledger, entry: Entry) -> bool:
-    """Whether all that an entry is computed from is mapped, valid and up to date."""
-    return all(
-        source.valid and not source.stale and source.arena.is_mapped
-        for source in ledger.sources_of(entry)
-    )
-
-
 def can_rebuild(context: Context, entry: Entry) -> bool:
     """Whether an entry is mapped and its rebuild has what it needs."""
     return (
-        entry.rebuild is not None and entry.arena.is_mapped and has_sources(context.ledger, entry)
+        entry.rebuild is not None
+        and entry.arena.is_mapped
+        and context.ledger.has_valid_sources(entry)
     )
 
 

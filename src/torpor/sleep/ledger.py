@@ -177,6 +177,13 @@ class Ledger:
         """The owned tensors that one is computed from; a source that has left is not among them."""
         return [source for name in entry.sources if (source := self.get(name)) is not None]
 
+    def has_valid_sources(self, entry: Entry) -> bool:
+        """Whether all that an entry is computed from is mapped, valid and up to date."""
+        return all(
+            source.valid and not source.stale and source.arena.is_mapped
+            for source in self.sources_of(entry)
+        )
+
     def in_tags(self, tags: Iterable[str]) -> list[Entry]:
         """Entries of some tags, in placement order."""
         wanted = frozenset(tags)

@@ -58,7 +58,7 @@ class Sleeper(SleeperCore):
             OwnershipError: an unknown leaf, a source without owner, or memory that cannot move.
             StateError: something is asleep.
         """
-        with self._exclusive():
+        with self._lock, self._session():
             self._require_awake("declare owners")
             made = Declaration(
                 name=name, cls=cls, tag=tag, sources=sources, rebuild=rebuild, reset=reset
@@ -85,7 +85,7 @@ class Sleeper(SleeperCore):
             OutOfMemoryError: there is no memory for it.
             StateError: something is asleep.
         """
-        with self._exclusive():
+        with self._lock, self._session():
             self._require_awake("allocate")
             made = Declaration(
                 name=name, cls=cls, tag=tag, sources=sources, rebuild=rebuild, reset=reset
@@ -98,7 +98,7 @@ class Sleeper(SleeperCore):
         Raises:
             StateError: something is asleep.
         """
-        with self._exclusive():
+        with self._lock, self._session():
             self._require_awake("adopt")
             self._notice()
             before = {name for entry in self._context.ledger for name in entry.aliases}
@@ -132,7 +132,7 @@ class Sleeper(SleeperCore):
             HostFullError: no room for a host copy.
             FaultedError: the last wake could not prove its content.
         """
-        with self._exclusive():
+        with self._lock, self._session():
             chosen = choices.level_from(level)
             wanted = choices.tags_from(tags)
             self._require_not_faulted()
@@ -161,7 +161,7 @@ class Sleeper(SleeperCore):
             OutOfMemoryError: not enough memory now.
             VerificationError: content came back different and could not be repaired.
         """
-        with self._exclusive():
+        with self._lock, self._session():
             wanted = choices.tags_from(tags)
             self._notice()
             return waking.wake_up(self._context, self._door, wanted, reload, plain=tags is None)
@@ -204,7 +204,7 @@ class Sleeper(SleeperCore):
             WeightsIncompleteError: after level 2, not everything was covered.
             StateError: the weights are asleep, or an update is open.
         """
-        with self._exclusive():
+        with self._lock, self._session():
             self._notice()
             return self._door.run(source, version)
 
@@ -214,7 +214,7 @@ class Sleeper(SleeperCore):
         Raises:
             StateError: one is open already, or the weights are asleep.
         """
-        with self._exclusive():
+        with self._lock, self._session():
             self._notice()
             self._door.begin(version)
 
@@ -232,7 +232,7 @@ class Sleeper(SleeperCore):
             WeightsMismatchError: a name, shape or dtype does not fit; the whole update is undone.
             StateError: the weights are asleep, or an earlier pair failed.
         """
-        with self._exclusive():
+        with self._lock, self._session():
             if not self._door.is_open:
                 self._notice()
             return self._door.write(pairs)
@@ -244,7 +244,7 @@ class Sleeper(SleeperCore):
             WeightsIncompleteError: not everything invalid was covered; more pairs may follow.
             StateError: no update is open.
         """
-        with self._exclusive():
+        with self._lock, self._session():
             return self._door.finish()
 
     def reload_weights(self) -> UpdateReport:
@@ -254,7 +254,7 @@ class Sleeper(SleeperCore):
             StateError: there is no checkpoint, or the weights are asleep.
             CheckpointError: it cannot be read; what was valid is restored.
         """
-        with self._exclusive():
+        with self._lock, self._session():
             if self._context.reload is None:
                 raise StateError("there is no checkpoint to reload from; pass reload= to Sleeper")
             self._notice()
@@ -278,7 +278,7 @@ class Sleeper(SleeperCore):
         Raises:
             StateError: nothing is mapped.
         """
-        with self._exclusive():
+        with self._lock, self._session():
             if self._door.is_open:
                 self._door.finish()
             return status.verify(self._context)
@@ -294,7 +294,7 @@ class Sleeper(SleeperCore):
         Raises:
             AsleepError: ``portable`` and some memory is released.
         """
-        with self._exclusive():
+        with self._lock, self._session():
             if not portable:
                 return status.local_digests(self._context)
             status.require_ready(self._context, ["weights"])
@@ -302,19 +302,19 @@ class Sleeper(SleeperCore):
 
     def audit(self) -> AuditReport:
         """List live tensors of the device that no owner declared."""
-        with self._exclusive():
+        with self._lock, self._session():
             context = self._context
             device = context.device.torch_device
             return audit(context.ledger, self._roots, device, self._creator_of)
 
     def table(self) -> list[OwnerRow]:
         """One row for each owned storage, in placement order."""
-        with self._exclusive():
+        with self._lock, self._session():
             return status.table(self._context)
 
     def status(self) -> dict[str, Any]:
         """State, epochs and bytes, JSON-able."""
-        with self._exclusive():
+        with self._lock, self._session():
             return status.status(self._context)
 
     @property
@@ -349,7 +349,7 @@ class Sleeper(SleeperCore):
         Raises:
             StateError: asleep or incomplete, and ``discard`` is False.
         """
-        with self._exclusive(closing=True):
+        with self._lock, self._session(closing=True):
             if self._closed:
                 return
             if self.is_sleeping and not discard:

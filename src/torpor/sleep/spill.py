@@ -54,7 +54,10 @@ class SpillFile:
                 f"cannot create a spill file in {folder}: {error}; pass spill_dir or set "
                 f"{ENVIRONMENT_VARIABLE} to a writable folder"
             ) from error
-        self._lock = threading.Lock()
+        # Taken by ``with`` only: between a call of acquire() and what follows, an interrupt would
+        # keep it taken for ever.
+        self._lock = threading.RLock()
+        self._writing = False
         self._layout = _Layout((), 0)
         self._returned: deque[_Range] = deque()
 
@@ -76,24 +79,30 @@ class SpillFile:
             HostCopyError: the file cannot be written.
         """
         with self._lock:
-            self._tidy()
-            offset, layout = self._layout.with_room_for(_rounded(len(data)))
+            self._busy = True
             try:
+                self._tidy()
+                offset, layout = self._layout.with_room_for(_rounded(len(data)))
                 self._write_at(offset, data)
+                self._layout = layout  # The commit: until here the range counts as free.
             except BaseException:
                 self._cut()
                 raise
-            self._layout = layout  # The commit: until here the range counts as free.
+            finally:
+                self._busy = False
             return offset
 
     def free(self, offset: int, nbytes: int) -> None:
         """Give a range back. Safe to call from a finaliser, which may run inside ``write``."""
         self._returned.append((offset, _rounded(nbytes)))
-        if self._lock.acquire(blocking=False):
+        with self._lock:
+            if self._busy:
+                return
+            self._busy = True
             try:
                 self._tidy()
             finally:
-                self._lock.release()
+                self._busy = False
 
     def close(self) -> None:
         """Close the file; the system deletes it. Repeating is harmless."""
