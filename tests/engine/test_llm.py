@@ -758,3 +758,25 @@ def test_an_unknown_architecture_is_refused(tiny_folder: Path, tmp_path: Path) -
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["MysteryLM"]}))
     with pytest.raises(ConfigError, match="MysteryLM"):
         LLM(folder)
+
+
+def test_a_push_that_failed_can_be_begun_anew(llm: LLM) -> None:
+    before = answers(llm)
+    name = "model.norm.weight"
+    with pytest.raises(WeightsMismatchError):
+        llm.load_weights([(name, torch.ones(3))])
+    good = [(name, value * 2) for key, value in tiny_weights(1).items() if key == name]
+    with pytest.raises(StateError, match="begin_update"):
+        llm.load_weights(good)
+    llm.begin_update("again")
+    llm.load_weights(good)
+    report = llm.finish_update()
+    assert (report.version, report.updated) == ("again", 1)
+    assert answers(llm) != before
+
+
+def test_nan_is_let_in_where_asked_for(tiny_folder: Path) -> None:
+    name = "model.norm.weight"
+    with LLM(tiny_folder, check_nan=False) as llm:
+        shape = next(value.shape for key, value in tiny_weights(1).items() if key == name)
+        assert llm.update_weights({name: torch.full(shape, torch.nan)}).updated == 1

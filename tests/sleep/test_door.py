@@ -13,6 +13,7 @@ from tests.sleep.kit import FileSource, MemorySource, Rig, expected, weights_of
 from tests.sleep.samples import bits
 
 from torpor.errors import (
+    ArgumentError,
     AsleepError,
     OwnershipError,
     StateError,
@@ -112,7 +113,7 @@ def test_the_models_own_weights_can_be_sent_to_it(rig_for: RigMaker) -> None:
     assert rig.is_right()
 
 
-def test_epochs_grow_only_when_bytes_change_and_versions_stay_until_named(
+def test_epochs_grow_only_when_bytes_change_and_versions_stay_with_the_bytes(
     rig_for: RigMaker,
 ) -> None:
     rig = rig_for(weights=OLD)
@@ -120,7 +121,7 @@ def test_epochs_grow_only_when_bytes_change_and_versions_stay_until_named(
     for payload, version in ((NEW, "a"), (NEW, "b"), (OLD, None), ({}, None)):
         rig.sleeper.update_weights(payload, version)
         seen.append((rig.sleeper.weights_epoch, rig.sleeper.weights_version))
-    assert seen == [(2, "a"), (2, "b"), (3, "b"), (3, "b")]
+    assert seen == [(2, "a"), (2, "b"), (3, None), (3, None)]
     assert rig.sleeper.kv_epoch == 0
 
 
@@ -461,3 +462,23 @@ def test_the_checkpoint_is_the_source_only_after_a_full_reload_from_it(rig_for: 
 def test_reloading_without_a_checkpoint_is_refused(rig_for: RigMaker) -> None:
     with pytest.raises(StateError, match="pass reload= to Sleeper"):
         rig_for(weights=OLD).sleeper.reload_weights()
+
+
+def test_content_that_nobody_named_has_no_version(rig_for: RigMaker) -> None:
+    rig = rig_for(weights=OLD, reload=MemorySource(OLD))
+    rig.sleeper.update_weights(NEW, version="v2")
+    assert rig.sleeper.weights_version == "v2"
+    rig.sleeper.update_weights(NEW)
+    assert rig.sleeper.weights_version == "v2", "the same bytes are still those that were named"
+    rig.sleeper.reload_weights()
+    assert rig.sleeper.weights_version is None
+
+
+@pytest.mark.parametrize("pairs", [None, 5])
+def test_pushing_what_holds_no_pairs_changes_nothing(rig_for: RigMaker, pairs: Any) -> None:
+    rig = rig_for(weights=OLD)
+    with pytest.raises(ArgumentError, match="holds no weights"):
+        rig.sleeper.load_weights(pairs)
+    assert not rig.sleeper.update_is_open
+    rig.sleeper.load_weights(NEW.items())
+    assert rig.is_right(NEW)

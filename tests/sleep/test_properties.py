@@ -145,9 +145,9 @@ class Machine(RuleBasedStateMachine):
         if "weights" in tags and "weights" in self.released:
             self.valid = {entry: self.is_clean(entry) for entry in PARTS}
             self.written.clear()
-            if reloaded:
-                self.send(OWNER, CHECKPOINT)
-                self.from_checkpoint = True
+        if reloaded:
+            self.send(OWNER, CHECKPOINT)
+            self.from_checkpoint = True
         for tag in tags:
             self.released.pop(tag, None)
 
@@ -211,8 +211,10 @@ class Machine(RuleBasedStateMachine):
 
     def will_reload(self, tags: list[str] | None, reload: bool | None) -> bool | None:
         """Whether a wake reads the checkpoint; None when it is refused."""
-        if "weights" not in tags_from(tags) or "weights" not in self.released:
+        if "weights" not in tags_from(tags):
             return False
+        if "weights" not in self.released:
+            return reload is True and not all(self.valid.values())
         if reload is not None:
             return reload
         if tags is not None or all(map(self.is_clean, PARTS)):

@@ -176,7 +176,7 @@ def test_p9_waking_while_awake_is_a_no_op_that_says_so(rig: Rig, tags: Any) -> N
     before = snapshot(rig)
     report = rig.sleeper.wake_up(tags)
     assert not report.changed
-    assert report.notices == ("nothing to wake: all of it is resident",)
+    assert report.notices == ("nothing to wake: nothing of it is asleep",)
     assert snapshot(rig) == before
 
 
@@ -499,3 +499,21 @@ def test_p8_a_wake_that_finds_no_memory_can_be_made_again(rig_for: RigMaker, lev
         rig.check_books()
     rig.sleeper.wake_up()
     assert rig.is_right()
+
+
+def test_asking_for_the_checkpoint_fills_weights_that_were_woken_invalid(rig_for: RigMaker) -> None:
+    rig = rig_for(weights=OLD, reload=MemorySource(OLD))
+    rig.sleeper.sleep(2)
+    rig.sleeper.wake_up(reload=False)
+    assert rig.sleeper.missing
+    report = rig.sleeper.wake_up(reload=True)
+    assert (report.changed, report.reloaded, report.missing) == (True, True, ())
+    assert rig.is_right()
+
+
+@pytest.mark.parametrize("reload", ["yes", 1, 0])
+def test_a_reload_that_is_no_flag_is_refused(rig: Rig, reload: Any) -> None:
+    rig.sleeper.sleep(1)
+    with pytest.raises(ArgumentError, match="none of True, False, None"):
+        rig.sleeper.wake_up(reload=reload)
+    assert rig.sleeper.is_sleeping

@@ -126,14 +126,38 @@ class SleepControl:
             self._require_open()
             return self._sleeper.update_weights(source, version)
 
+    def begin_update(self, version: str | None = None) -> None:
+        """Open an update for ``load_weights``; needed only to name it, or after one failed.
+
+        Raises:
+            StateError: one is open already, or the weights are asleep.
+        """
+        with self._lock:
+            self._require_open()
+            self._sleeper.begin_update(version)
+
+    def finish_update(self) -> UpdateReport:
+        """Make what ``load_weights`` wrote official.
+
+        Raises:
+            WeightsIncompleteError: the update leaves weights without content; more may follow.
+            StateError: no update is open.
+        """
+        with self._lock:
+            self._require_open()
+            return self._sleeper.finish_update()
+
     def load_weights(self, pairs: Pairs) -> set[str]:
-        """Write some pairs; the update stays open until ``reset_prefix_cache`` or the next step.
+        """Write some pairs, beginning an update if none is open.
+
+        It stays open until ``finish_update``, ``reset_prefix_cache`` or the next step.
 
         Returns:
             The names of the parameters written.
 
         Raises:
-            WeightsError: as ``update_weights``.
+            WeightsError: as ``update_weights``; the whole update is undone.
+            StateError: an earlier pair failed; ``begin_update`` says that this is a new start.
         """
         with self._lock:
             self._require_open()

@@ -61,6 +61,7 @@ class LLM(SleepControl):
         progress: Progress | None = None,
         on_foreign_write: str = "error",
         host_copy: str = "defer",
+        check_nan: bool = True,
     ) -> None:
         """Load a model and leave it awake.
 
@@ -78,6 +79,7 @@ class LLM(SleepControl):
             progress: told of the stages of ``resolve_model`` and then of ``load``.
             on_foreign_write: what sleep does when a weight was written outside the door.
             host_copy: when changed weights are copied to the host, see ``Sleeper``.
+            check_nan: refuse weights that contain NaN.
 
         Raises:
             ArgumentError, ConfigError: an argument or the model's config cannot be used.
@@ -106,6 +108,7 @@ class LLM(SleepControl):
             strict=strict,
             on_foreign_write=on_foreign_write,
             host_copy=host_copy,
+            check_nan=check_nan,
         )
         super().__init__(str(model), sleeper)
         try:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Way = Callable[[torch.Tensor], Callable[[], "torch.Tensor | None"]]
 
 _SHARED = "its memory is shared with other processes, or with a file that writes go to"
-_HANDED_OUT = "its memory was handed out before (to numpy, or built over foreign memory)"
+_HANDED_OUT = "its memory was handed out before (to numpy or another Sleeper), or is foreign"
 _STEP_BYTES = 16 * 1024 * 1024
 
 # When one storage has names of several classes, the one that demands most of a reload wins.

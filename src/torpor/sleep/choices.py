@@ -48,6 +48,16 @@ def tags_from(tags: Collection[str] | str | None) -> tuple[str, ...]:
     return tuple(tag for tag in TAGS if tag in (*named, *follows))
 
 
+def flag_or_none(name: str, value: object) -> None:
+    """Check a choice between True, False and None.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    if value is not None and not isinstance(value, bool):
+        raise ArgumentError(f"{name}={value!r} is none of True, False, None")
+
+
 def one_of(name: str, value: str, allowed: Collection[str]) -> str:
     """A choice out of a fixed set.
 

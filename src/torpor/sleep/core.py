@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from torpor.errors import FaultedError, OwnershipError, StateError
+from torpor.errors import ArgumentError, FaultedError, OwnershipError, StateError
 from torpor.sleep import choices, status
 from torpor.sleep.adopt import adopt, materialise, put_back_on_meta
 from torpor.sleep.audit import undeclared
@@ -21,7 +21,7 @@ from torpor.sleep.guard import Guard
 from torpor.sleep.host import HostStore
 from torpor.sleep.ledger import Ledger
 from torpor.sleep.poison import poison_from
-from torpor.sleep.source import SliceTable
+from torpor.sleep.source import SliceTable, WeightSource
 from torpor.sleep.states import State, TagState
 from torpor.sleep.walk import module_tensors, named_modules, named_optimizers, optimizer_tensors
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torpor.sleep.building import CreationRecords
     from torpor.sleep.device import Device
     from torpor.sleep.poison import Poison
-    from torpor.sleep.source import WeightSource
     from torpor.sleep.walk import Found, Modules
 
 
@@ -90,6 +89,11 @@ class SleeperCore:
         self._creator_of = records.creator_of if records is not None else lambda _tensor: None
         self._explicit_slices = slices
         self._owns_store = host is None
+        given: object = reload  # Callers without a type checker pass anything.
+        if given is not None and not isinstance(given, WeightSource):
+            raise ArgumentError(
+                f"reload is a {type(given).__name__}; pass a WeightSource (names, pairs, extent)"
+            )
         self._context = Context(
             device=device if device is not None else CpuDevice(),
             ledger=Ledger(),

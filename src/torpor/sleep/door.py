@@ -99,12 +99,14 @@ class Door:
             The owned names written.
 
         Raises:
+            ArgumentError: nothing that holds pairs; nothing has changed.
             WeightsMismatchError: a name, shape or dtype does not fit.
             WeightsError: a value is NaN.
             StateError: an earlier pair failed and nobody began anew.
 
         On any failure the whole update is undone.
         """
+        pairs = pairs_of(pairs)
         self._undo_interrupted()
         if self._open is None:
             if self._aborted is not None:
@@ -262,7 +264,9 @@ class Door:
                 and source is context.reload
                 and (epochs.from_checkpoint or self._touches_all(update))
             )
-        epochs.version = update.version if update.version is not None else epochs.version
+        if update.version is not None or news:
+            # Content that nobody named has no name, least of all that of what it replaced.
+            epochs.version = update.version
         for entry, digest in news:
             entry.digest = digest
         for entry in covered:

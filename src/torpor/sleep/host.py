@@ -197,6 +197,12 @@ class _MemoryCopy(_StoredCopy):
         target[:] = memoryview(self._region)[: self.nbytes]
 
 
+def _folder(given: object) -> Path:
+    if not isinstance(given, str | os.PathLike):
+        raise ArgumentError(f"spill_dir={given!r} is no path; pass the path of a folder")
+    return Path(given)
+
+
 class HostStore:
     """Keeps copies by content. Can be shared by several sleepers; thread-safe."""
 
@@ -215,7 +221,7 @@ class HostStore:
             host_memory_limit: bytes that copies in memory may take together; None is no limit.
 
         Raises:
-            ArgumentError: an unknown medium or a negative limit.
+            ArgumentError: an unknown medium, a negative limit, or no path.
         """
         if medium not in MEDIA:
             raise ArgumentError(f"host copy medium {medium!r} is none of {MEDIA}")
@@ -224,7 +230,7 @@ class HostStore:
         self.medium = medium
         self.host_memory_limit = host_memory_limit
         self.memory_bytes = 0
-        self._folder = Path(spill_dir) if spill_dir is not None else default_folder()
+        self._folder = default_folder() if spill_dir is None else _folder(spill_dir)
         self._spill: SpillFile | None = None
         self._copies: weakref.WeakValueDictionary[tuple[str, int], HostCopy] = (
             weakref.WeakValueDictionary()
@@ -277,7 +283,8 @@ class HostStore:
             self._copies.clear()
 
     def _to_file(self, digest: str, data: memoryview) -> HostCopy:
-        if self._spill is None:
+        if self._spill is None or not self._spill.is_ours:
+            # A forked child keeps reading what its parent stored, and stores in a file of its own.
             self._spill = SpillFile(self._folder)
         return _FileCopy(self._spill, self._spill.write(data), digest, len(data))
 

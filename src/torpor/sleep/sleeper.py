@@ -163,6 +163,7 @@ class Sleeper(SleeperCore):
         """
         with self._lock, self._session():
             wanted = choices.tags_from(tags)
+            choices.flag_or_none("reload", reload)
             self._notice()
             return waking.wake_up(self._context, self._door, wanted, reload, plain=tags is None)
 

@@ -57,7 +57,8 @@ class SpillFile:
         # Taken by ``with`` only: between a call of acquire() and what follows, an interrupt would
         # keep it taken for ever.
         self._lock = threading.RLock()
-        self._writing = False
+        self._busy = False
+        self._process = os.getpid()
         self._layout = _Layout((), 0)
         self._returned: deque[_Range] = deque()
 
@@ -65,6 +66,12 @@ class SpillFile:
     def is_open(self) -> bool:
         """Whether what was stored can still be read."""
         return self.descriptor >= 0
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process opened the file. A forked child shares it with its parent, and may
+        read it, but must not write to it or give room back."""
+        return self._process == os.getpid()
 
     @property
     def size_bytes(self) -> int:
@@ -94,6 +101,8 @@ class SpillFile:
 
     def free(self, offset: int, nbytes: int) -> None:
         """Give a range back. Safe to call from a finaliser, which may run inside ``write``."""
+        if not self.is_ours:
+            return
         self._returned.append((offset, _rounded(nbytes)))
         with self._lock:
             if self._busy:

@@ -21,7 +21,7 @@ from torpor.sleep.derive import rebuild_stale
 from torpor.sleep.repair import repair
 from torpor.sleep.reports import Stopwatch, WakeReport
 from torpor.sleep.restore import clear_caches, count_as_lost, poison, restore, settle
-from torpor.sleep.states import State
+from torpor.sleep.states import State, TagState
 
 if TYPE_CHECKING:
     from torpor.sleep.arena import Arena
@@ -41,8 +41,10 @@ def wake_up(
     entries = context.ledger.in_tags(rising)
     notices = []
     if not rising:
-        notices.append("nothing to wake: all of it is resident")
-    if reload and "weights" not in rising:
+        notices.append("nothing to wake: nothing of it is asleep")
+    mapped = bool(reload) and "weights" in tags and "weights" not in rising
+    invalid = mapped and context.tag_state("weights") is TagState.MAPPED_INVALID
+    if mapped and not invalid:
         notices.append("the weights are not asleep, so nothing was reloaded; see reload_weights()")
     rise = Rise(
         tags=rising,
@@ -54,6 +56,10 @@ def wake_up(
     )
     if rising:
         wake(context, door, rise)
+    if invalid:  # Woken before, to be filled by the caller, who asks for the checkpoint now.
+        rise.reload = True
+        with stopwatch.phase("reload"):
+            _read_checkpoint(context, door)
     return _report(context, rise, notices)
 
 
@@ -82,7 +88,7 @@ def _report(context: Context, rise: Rise, notices: list[str]) -> WakeReport:
         notices = [*notices, f"{len(missing)} tensors have to be updated or reloaded before use"]
     return WakeReport(
         tags=rise.tags,
-        changed=bool(rise.tags),
+        changed=bool(rise.tags) or rise.reload,
         notices=tuple(notices),
         mapped_bytes=rise.mapped_bytes,
         restored_bytes=rise.restored_bytes,
@@ -209,11 +215,8 @@ def _map(rise: Rise) -> None:
 
 
 def _reload(context: Context, door: Door, rise: Rise) -> None:
-    assert context.reload is not None, "wake_up() asked"
     official = {id(entry): entry.digest for entry in rise.entries if entry.policy.verified}
-    # A tensor that was replaced is resident and was never discarded.
-    left = {part.name for part in context.slices if part.parameter not in context.ledger}
-    door.run(context.reload, None, skip=left)
+    _read_checkpoint(context, door)
     if not rise.same_epoch:
         return
     differing = [
@@ -227,6 +230,13 @@ def _reload(context: Context, door: Door, rise: Rise) -> None:
             f"{', '.join(differing[:8])}; wake_up(reload=True) accepts the new content",
             differing,
         )
+
+
+def _read_checkpoint(context: Context, door: Door) -> None:
+    assert context.reload is not None, "wake_up() asked"
+    # A tensor that was replaced is resident and was never discarded.
+    left = {part.name for part in context.slices if part.parameter not in context.ledger}
+    door.run(context.reload, None, skip=left)
 
 
 def _rebuild(context: Context, rise: Rise) -> None:
