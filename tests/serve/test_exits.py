@@ -128,3 +128,14 @@ def test_a_message_carries_its_notes() -> None:
     assert message_of(error) == "first"
     error.add_note("second")
     assert message_of(error) == "first; second"
+
+
+def test_a_stream_that_cannot_be_written_is_no_fault_of_torpor(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exits, "mute_stdout", lambda: None)
+    full = OSError(28, "No space left on device")
+    assert end(Terminal(json_wanted=False), raising(full)) == 1
+    shown = capsys.readouterr().err
+    assert "No space left on device" in shown
+    assert "fault of torpor" not in shown

@@ -8,7 +8,9 @@ import pytest
 from tests.serve.conftest import Torpor
 
 from torpor.engine.llm import LLM
+from torpor.errors import RequestError
 from torpor.params import SamplingParams
+from torpor.serve.generate import read_prompt
 from torpor.serve.words import printable
 
 PROMPT = "the quick brown fox"
@@ -127,3 +129,12 @@ def test_a_damaged_model_is_exit_code_one(
     outcome = torpor("generate", "x", "-m", tmp_path, "--json")
     assert outcome.code == 1
     assert "config.json" in outcome.json["error"]["message"]
+
+
+@pytest.mark.parametrize("prompt", [None, "-"])
+def test_a_closed_stdin_is_said_to_be_closed(
+    monkeypatch: pytest.MonkeyPatch, prompt: str | None
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(RequestError, match="stdin is closed"):
+        read_prompt(prompt)

@@ -147,7 +147,9 @@ class PersonFace:
         """Write to the terminal; read from it with line editing where there is a keyboard."""
         self._terminal = terminal
         self._out = terminal.out
-        self._has_keyboard = sys.stdin.isatty() and terminal.out.is_terminal
+        self._has_keyboard = (
+            sys.stdin is not None and sys.stdin.isatty() and terminal.out.is_terminal
+        )
         self._is_asleep = False
         if self._has_keyboard:
             # Importing it gives input() line editing and history.
@@ -274,7 +276,7 @@ class PersonFace:
 
 
 def _line_of_stdin() -> str | None:
-    data = sys.stdin.buffer.readline()
+    data = b"" if sys.stdin is None else sys.stdin.buffer.readline()
     if not data:
         return None
     try:

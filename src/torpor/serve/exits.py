@@ -56,6 +56,11 @@ def end(terminal: Terminal, work: Callable[[], int]) -> int:
     except BrokenPipeError:
         mute_stdout()
         return BROKEN_PIPE
+    except OSError as error:
+        # A full disk behind stdout, say: no fault of ours, and nothing more can be written there.
+        mute_stdout()
+        terminal.complain(type(error).__name__, f"cannot read or write: {error}; look there first")
+        return FAILED
     except Exception as error:
         shown = _show_traceback()
         hint = "" if shown else f"; {DEBUG_VARIABLE}=1 shows where"

@@ -74,6 +74,8 @@ def read_prompt(prompt: str | None) -> str:
     Raises:
         RequestError: nothing to read, an empty text, or one that is not UTF-8.
     """
+    if prompt in (None, "-") and sys.stdin is None:
+        raise RequestError("stdin is closed; give the prompt in quotes, or pipe a text into stdin")
     if prompt is None and sys.stdin.isatty():
         raise RequestError("there is no prompt; give one in quotes, or pipe a text into stdin")
     text = _read_stdin() if prompt in (None, "-") else prompt
