@@ -258,6 +258,9 @@ def _artefacts(code: CodeType) -> frozenset[int]:
     steps = list(dis.get_instructions(code))
     names = [step.opname for step in steps]
     found = {index for index, name in enumerate(names) if name == "NOP"}
+    if sys.version_info >= (3, 12):
+        # The next turn of a comprehension, which has no frame of its own there any more.
+        found |= {index for index, name in enumerate(names) if name == "FOR_ITER"}
     for index in range(len(steps)):
         if all(name == "LOAD_CONST" for name in names[index : index + 3]) and not any(
             step.argval is not None for step in steps[index : index + 3]
