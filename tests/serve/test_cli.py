@@ -25,6 +25,8 @@ def start(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
         [sys.executable, "-m", "torpor", *map(str, arguments)],
         env=environment,
         stderr=subprocess.PIPE,
+        # A shell ignores interrupts for what it runs in the background, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, **options},
     )
 
