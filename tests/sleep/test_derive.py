@@ -257,6 +257,18 @@ def test_what_cannot_be_rebuilt_yet_is_not_answered_with(
     assert sleeper.verify().ok
 
 
+def test_nothing_is_made_from_what_is_out_of_date(apart: Apart, sleeper_for: SleeperMaker) -> None:
+    sleeper = sleeper_for(apart)
+    own_apart(apart, sleeper, "weights")
+    twice = torch.zeros(2)
+    sleeper.own(twice, name="twice", cls=DERIVED, sources=["sum"], rebuild=lambda: apart.sum * 2)
+    sleeper.sleep(1, ["optimizer"])
+    sleeper.update_weights({"a": torch.full((2,), 5.0)})
+    assert not sleeper._context.ledger["twice"].valid
+    assert sleeper.wake_up().rebuilt == ("sum", "twice")
+    assert twice.tolist() == [12, 12]
+
+
 def test_what_sleeps_while_its_source_changes_is_rebuilt_at_wake(
     apart: Apart, sleeper_for: SleeperMaker
 ) -> None:

@@ -326,6 +326,26 @@ def test_an_interrupt_while_a_pushed_pair_fails_never_makes_half_of_it_official(
         at += interrupt is not dry
 
 
+def test_an_interrupt_while_the_guard_is_put_up_does_not_leave_half_of_it(
+    sleeper_for: SleeperMaker,
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    sleeper = sleeper_for(model)
+    dry = LineInterrupt()
+    with dry:
+        sleeper.begin_update()  # An open update is guarded, so that a forward finishes it.
+    sleeper.finish_update()
+    points = [index for index, (path, _) in enumerate(dry.lines) if path.endswith("guard.py")]
+    assert len(points) > 20
+    for at in points:
+        with contextlib.suppress(KeyboardInterrupt), LineInterrupt(at):
+            sleeper.begin_update()
+        sleeper.sleep(1)  # Nothing in between that would tidy up.
+        unguarded = [module for module in model.modules() if "forward" not in vars(module)]
+        assert not unguarded, f"after an interrupt at {dry.lines[at]}"
+        sleeper.wake_up()
+
+
 ADOPTING = frozenset({"adopt.py", "arena.py", "storage.py", "walk.py", "escape.py", "ledger.py"})
 
 

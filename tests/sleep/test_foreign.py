@@ -138,6 +138,8 @@ def test_restore_from_a_damaged_copy_is_typed_and_the_tensor_invalid(rig_for: Ri
         rig.sleeper.sleep(1)
     assert caught.value.names == ("embed",)
     assert rig.sleeper.missing == ("embed",)
+    rig.sleeper.sleep(1)
+    assert rig.sleeper.wake_up().missing == ("embed",), "known already, and no new fault"
     rig.sleeper.update_weights({"embed": OLD["embed"]})
     assert rig.is_right(OLD)
 

@@ -9,6 +9,7 @@ import torch
 from tests.sleep.kit import MemorySource, Rig, weights_of
 
 from torpor.errors import ArenaError, OutOfMemoryError, OwnershipError, StateError
+from torpor.sleep.host import HostCopy
 
 RigMaker = Callable[..., Rig]
 OLD, NEW = weights_of(1), weights_of(2)
@@ -75,24 +76,30 @@ def test_an_update_that_a_failed_wake_left_open_is_forgotten(rig_for: RigMaker) 
     assert rig.is_right()
 
 
-def test_a_wake_that_is_interrupted_twice_leaves_no_update_behind(rig_for: RigMaker) -> None:
+def test_a_wake_interrupted_again_and_again_leaves_no_update_behind(rig_for: RigMaker) -> None:
     rig = rig_for(weights=OLD, reload=MemorySource(OLD))
     rig.sleeper.sleep(1)
     context = rig.sleeper._context
-    good = context.reload
+    good, copy_in = context.reload, rig.device.inner.copy_in
+    interrupts = [0]
 
-    class ThenUndoing(MemorySource):
+    def interrupted_twice(address: int, copy: HostCopy) -> None:
+        interrupts[0] += 1
+        if interrupts[0] <= 2:
+            raise KeyboardInterrupt
+        copy_in(address, copy)
+
+    class Interrupted(MemorySource):
         def pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
             yield "embed", NEW["embed"]
-            # The second interrupt comes while the first one's update is undone.
-            rig.device.arm(0, KeyboardInterrupt)
+            rig.device.inner.copy_in = interrupted_twice  # While its update is undone.
             raise KeyboardInterrupt
 
-    context.reload = ThenUndoing(OLD)
+    context.reload = Interrupted(OLD)
     with pytest.raises(KeyboardInterrupt):
         rig.sleeper.wake_up(reload=True)
-    assert rig.device.raised
-    context.reload = good
+    assert interrupts == [2]
+    rig.device.inner.copy_in, context.reload = copy_in, good
     assert not rig.sleeper.update_is_open
     rig.check_books()
     rig.sleeper.wake_up()
