@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tests.sleep.conftest import SleeperMaker
 from tests.sleep.samples import bits
 
 from torpor.errors import AsleepError, WeightsIncompleteError
 from torpor.sleep.sleeper import Sleeper
 from torpor.sleep.source import FileExtent
-
-transformers = pytest.importorskip("transformers")
 
 COMMON = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 GROUPED = COMMON | {"intermediate_size": 48, "num_key_value_heads": 2}
