@@ -63,6 +63,13 @@ def _leaks(before: tuple[set[object], ...]) -> list[object]:
 
 
 @pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Commands and engines choose torch's threads for the whole process; give them back."""
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
     """Fail a test that leaves a thread, a child process or an open file behind."""
     before: tuple[set[object], ...] = (set(_threads()), set(_children()), set(_descriptors()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,15 +15,6 @@ from torpor.engine.llm import LLM
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole model folder with random weights."""
     return write_model(tmp_path_factory.mktemp("tiny"), seed=0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Checks choose torch's threads for the whole process; give them back. One is quick here."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def flip_a_bit(llm: LLM, name: str = "model.norm.weight") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -96,15 +95,6 @@ def write_model(folder: Path, seed: int) -> Path:
     (folder / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
     save_file(tiny_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tiny model's products are so small that a second thread only adds waiting."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

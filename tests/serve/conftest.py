@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.engine.conftest import write_model
 
 from torpor.serve.cli import run
@@ -21,15 +20,6 @@ from torpor.serve.cli import run
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole model folder with random weights."""
     return write_model(tmp_path_factory.mktemp("tiny"), seed=0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Commands choose torch's threads for the whole process; give them back. One is quick here."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
