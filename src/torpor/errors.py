@@ -5,8 +5,11 @@
     │   ├── ConfigError          a model's config cannot be used as it stands
     │   └── RequestError         one generation request is refused; others are not touched
     │       └── PromptTooLongError
+    ├── GenerationError          requests failed while they ran; it carries every answer
+    ├── StepError                a step failed, and every request in it
     ├── StateError               the call is not legal in this state; nothing has changed
     │   ├── AsleepError          something needs memory that sleep has released
+    │   ├── CacheInUseError      live requests hold blocks of the KV cache
     │   └── FaultedError         content could not be proven; only a reload or close is legal
     ├── OwnershipError           a tensor without an owner, or with two
     │   └── DoubleInitError      a second ``Module.__init__`` would wipe registered state
@@ -29,6 +32,7 @@ library is kept as ``__cause__``.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 class TorporError(Exception):
@@ -51,12 +55,29 @@ class PromptTooLongError(RequestError):
     """The prompt leaves no room in the model's context."""
 
 
+class GenerationError(TorporError, RuntimeError):
+    """Requests failed while they ran; ``outputs`` holds a ``RequestOutput`` for each, failed or
+    not, in the order of the prompts."""
+
+    def __init__(self, message: str, outputs: Iterable[Any] = ()) -> None:
+        super().__init__(message)
+        self.outputs: tuple[Any, ...] = tuple(outputs)
+
+
+class StepError(TorporError, RuntimeError):
+    """A step failed for a reason that is none of its requests; all of them failed with it."""
+
+
 class StateError(TorporError, RuntimeError):
     """The call is not legal in the present state; nothing has changed."""
 
 
 class AsleepError(StateError):
     """The call needs memory that sleep has released, or content that is not valid yet."""
+
+
+class CacheInUseError(StateError):
+    """Live requests hold blocks of the KV cache that the call would have to take from them."""
 
 
 class FaultedError(StateError):

@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn import functional
 
+from torpor.model.attention import AttentionSpec
 from torpor.model.config import parse_config
-from torpor.model.llama import LlamaForCausalLM
+from torpor.model.decoder import DecoderForCausalLM
 from torpor.model.load import checkpoint_shapes, new_model
 
 if TYPE_CHECKING:
@@ -37,24 +39,58 @@ TINY: Mapping[str, object] = {
     "eos_token_id": 2,
 }
 
+MISTRAL: Mapping[str, Any] = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+QWEN2: Mapping[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3: Mapping[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+QWEN3_MOE: Mapping[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 
-class ListKV:
-    """The simplest KV cache: one growing tensor a layer."""
+
+class OneSequence:
+    """The simplest attention context: one sequence, one growing tensor a layer."""
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def append(
-        self, layer: int, k_THD: torch.Tensor, v_THD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if layer in self.layers:
-            k_old, v_old = self.layers[layer]
+    def attend(
+        self,
+        spec: AttentionSpec,
+        q_THD: torch.Tensor,
+        k_THD: torch.Tensor,
+        v_THD: torch.Tensor,
+    ) -> torch.Tensor:
+        if spec.layer in self.layers:
+            k_old, v_old = self.layers[spec.layer]
             k_THD, v_THD = torch.cat((k_old, k_THD)), torch.cat((v_old, v_THD))
-        self.layers[layer] = (k_THD, v_THD)
-        return k_THD, v_THD
+        self.layers[spec.layer] = (k_THD, v_THD)
+        num_new, num_total = len(q_THD), len(k_THD)
+        plain = spec.window is None or num_total <= spec.window
+        causal = plain and 1 < num_new == num_total
+        masked = not causal and not (plain and num_new == 1)
+        out_HTD = functional.scaled_dot_product_attention(
+            q_THD.transpose(0, 1)[None],
+            k_THD.transpose(0, 1)[None],
+            v_THD.transpose(0, 1)[None],
+            attn_mask=seen(num_new, spec, num_total) if masked else None,
+            is_causal=causal,
+            scale=spec.scale,
+            enable_gqa=True,
+        )[0]
+        return out_HTD.transpose(0, 1)
 
 
-def fill(model: LlamaForCausalLM, source: WeightSource) -> LlamaForCausalLM:
+def seen(num_new: int, spec: AttentionSpec, num_total: int) -> torch.Tensor:
+    """Which of all tokens each new one sees: bool [num_new, num_total]."""
+    back = torch.arange(num_total - num_new, num_total)[:, None] - torch.arange(num_total)
+    return (back >= 0) & (back < (spec.window or num_total))
+
+
+def fill(model: DecoderForCausalLM, source: WeightSource) -> DecoderForCausalLM:
     """Give every parameter ordinary memory and copy the checkpoint's rows into it."""
     fresh: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -76,22 +112,28 @@ def fill(model: LlamaForCausalLM, source: WeightSource) -> LlamaForCausalLM:
     return model
 
 
+def random_values(parameter: nn.Parameter, generator: torch.Generator) -> nn.Parameter:
+    """A parameter like the given one, with memory and random content."""
+    real = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return nn.Parameter(real, requires_grad=False)
+
+
 def logits_of(
-    model: LlamaForCausalLM, ids: list[int], kv: ListKV | None = None, start: int = 0
+    model: DecoderForCausalLM, ids: list[int], attn: OneSequence | None = None, start: int = 0
 ) -> torch.Tensor:
     """Logits [T, V] of all given tokens."""
     positions = torch.arange(start, start + len(ids))
-    hidden = model(torch.tensor(ids), positions, kv if kv is not None else ListKV())
+    hidden = model(torch.tensor(ids), positions, OneSequence() if attn is None else attn)
     return model.compute_logits(hidden)
 
 
 def reference(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Transformers' model of a folder."""
-    from transformers import LlamaForCausalLM as Reference
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # it would leave a thread behind
-    model: nn.Module = Reference.from_pretrained(folder, dtype=dtype).eval()
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     return model
 
 

@@ -74,6 +74,20 @@ def test_ids_that_are_not_token_ids_are_refused(value: object) -> None:
         Fields({"eos": value}, "f").ids("eos")
 
 
+@pytest.mark.parametrize("value", [0, [-1], [4], ["1"], [True], [None], {}])
+def test_indices_out_of_range_or_of_another_type_are_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"f: l is .* a list of whole numbers from 0 to 3"):
+        Fields({"l": value}, "f").indices("l", 4)
+
+
+def test_null_is_stated_and_yet_missing() -> None:
+    fields = Fields({"n": None, "l": [3, 0]}, "f")
+    assert fields.states("n")
+    assert not fields.states("m")
+    assert fields.indices("n", 4) == ()
+    assert fields.indices("l", 4) == (3, 0)
+
+
 def test_what_nobody_read_is_refused_unless_switched_off() -> None:
     off = {"a": 1, "b": None, "c": False, "d": 0, "_note": "x", "known": 5}
     fields = Fields(off, "f")

@@ -6,16 +6,22 @@ import math
 
 import pytest
 import torch
+from tests.model.helpers import QWEN3_MOE, TINY, OneSequence, random_values
+from torch.nn import functional
 
-from torpor.model.config import RopeConfig
+from torpor.model.config import RopeConfig, parse_config
 from torpor.model.layers import (
+    HeadNorm,
     Linear,
     RMSNorm,
     RotaryEmbedding,
     empty_parameter,
+    gated,
     inverse_frequencies,
     rotate,
+    use_linear_kernel,
 )
+from torpor.model.load import new_model
 
 
 def test_a_parameter_has_no_memory_and_no_gradient() -> None:
@@ -69,9 +75,77 @@ def test_rotation_turns_each_pair_by_position_times_frequency() -> None:
         assert turned[pair + 2] == pytest.approx(z.imag, abs=1e-5)
 
 
+def test_rotation_keeps_its_input_and_takes_strided_views() -> None:
+    rope = RotaryEmbedding(4, RopeConfig(theta=100.0))
+    wide = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
+    before, tables = wide.clone(), rope(torch.tensor([0, 1, 9]), torch.float32)
+    turned = rotate(wide[:, :2], *tables)
+    assert torch.equal(wide, before)
+    assert torch.equal(turned, rotate(wide[:, :2].clone(), *tables))
+
+
+def test_gating_is_silu_of_the_first_half_times_the_second() -> None:
+    x = torch.randn(5, 14, generator=torch.Generator().manual_seed(0))
+    before = x.clone()
+    want = functional.silu(x[:, :7].double()) * x[:, 7:].double()
+    torch.testing.assert_close(gated(x).double(), want, atol=1e-6, rtol=1e-6)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_and_keys_are_normed_head_by_head_with_a_gain_each(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    fused = HeadNorm(3, 8, 1e-6, dtype=dtype)
+    fused.weight = random_values(fused.weight, generator)
+    x = torch.randn(4, 5, 8, generator=generator).to(dtype)
+    before = x.clone()
+    for heads, gain in [(slice(0, 3), fused.weight[:8]), (slice(3, 5), fused.weight[8:])]:
+        plain = RMSNorm(8, 1e-6, dtype=dtype)
+        plain.weight = torch.nn.Parameter(gain, requires_grad=False)
+        assert torch.equal(fused(x)[:, heads], plain(x[:, heads]))
+    assert torch.equal(x, before)
+
+
+@torch.inference_mode()
+def test_a_linear_kernel_computes_every_product_of_a_model() -> None:
+    config = parse_config(
+        {**TINY, **QWEN3_MOE, "decoder_sparse_step": 2, "tie_word_embeddings": False},
+        {},
+        where="test",
+    )
+    model = new_model(config, torch.float32)
+    generator, seen = torch.Generator().manual_seed(0), set()
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, random_values(parameter, generator))
+
+    def kernel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        seen.add(weight.untyped_storage().data_ptr())
+        return functional.linear(x, weight, bias)
+
+    use_linear_kernel(model, kernel)
+    hidden = model(torch.arange(30), torch.arange(30), OneSequence())
+    model.compute_logits(hidden)
+    products = {
+        weight.untyped_storage().data_ptr()
+        for name, weight in model.named_parameters()
+        if weight.ndim == 2 and "embed" not in name
+    }
+    assert seen == products
+
+
 def test_the_norm_is_computed_in_float32_for_half_precision() -> None:
     norm = RMSNorm(512, 1e-6, dtype=torch.bfloat16)
     norm.weight = torch.nn.Parameter(torch.ones(512, dtype=torch.bfloat16), requires_grad=False)
     x = torch.randn(8, 512, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
     assert torch.equal(norm(x), exact.to(torch.bfloat16))
+
+
+def test_the_norm_equals_its_formula_bit_by_bit_in_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    norm = RMSNorm(576, 1e-5, dtype=torch.float32)
+    norm.weight = random_values(norm.weight, generator)
+    x = torch.randn(33, 576, generator=generator)
+    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+    assert torch.equal(norm(x), norm.weight * (x * scale))

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 import tokenizers
 import torch
-from tests.model.helpers import ListKV, fill, logits_of, reference
+from tests.model.helpers import OneSequence, fill, logits_of, reference
 
+from torpor.model.decoder import DecoderForCausalLM
 from torpor.model.files import ModelFiles
-from torpor.model.llama import LlamaForCausalLM
 from torpor.model.load import build_model
 
 pytestmark = pytest.mark.embedded
@@ -42,7 +42,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def ours(smollm2: ModelFiles) -> LlamaForCausalLM:
+def ours(smollm2: ModelFiles) -> DecoderForCausalLM:
     return fill(build_model(smollm2, torch.float32), smollm2.source)
 
 
@@ -58,12 +58,12 @@ def tokenizer(smollm2: ModelFiles) -> tokenizers.Tokenizer:
 
 @torch.inference_mode()
 def test_logits_equal_transformers_in_prefill_and_over_64_decode_steps(
-    ours: LlamaForCausalLM, theirs: torch.nn.Module, tokenizer: tokenizers.Tokenizer
+    ours: DecoderForCausalLM, theirs: torch.nn.Module, tokenizer: tokenizers.Tokenizer
 ) -> None:
     from transformers import DynamicCache
 
     ids = tokenizer.encode(PROMPT).ids
-    kv = ListKV()
+    kv = OneSequence()
     got = logits_of(ours, ids, kv)
     cache = DynamicCache(config=theirs.config)
     want_all = theirs(torch.tensor([ids]), cache=cache)
@@ -81,10 +81,10 @@ def test_logits_equal_transformers_in_prefill_and_over_64_decode_steps(
 
 @torch.inference_mode()
 def test_the_answer_makes_sense(
-    ours: LlamaForCausalLM, tokenizer: tokenizers.Tokenizer, smollm2: ModelFiles
+    ours: DecoderForCausalLM, tokenizer: tokenizers.Tokenizer, smollm2: ModelFiles
 ) -> None:
     prompt = "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
-    ids, kv, answer = tokenizer.encode(prompt).ids, ListKV(), []
+    ids, kv, answer = tokenizer.encode(prompt).ids, OneSequence(), []
     logits = logits_of(ours, ids, kv)
     while len(answer) < 12:
         answer.append(int(logits[-1].argmax()))

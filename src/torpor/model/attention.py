@@ -1,59 +1,101 @@
-"""Causal attention of one sequence, and what it needs from a KV cache.
+"""What a decoder layer asks of attention, and what a backend must declare.
 
-Shape suffixes: T new tokens, S tokens so far (the new ones included), H heads, D head_dim.
+A layer hands over the queries, keys and values of the step's new tokens, of all its requests, and
+gets the attended values back; where keys and values are kept is the backend's matter. Shape
+letters: T new tokens of all rows, R rows (requests of the step), H heads, D head size, B blocks in
+the longest table.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch.nn import functional
 
 
-class KVCache(Protocol):
-    """Keys and values of one sequence, kept by the engine."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """One layer's attention, as the config has it."""
 
-    def append(
-        self, layer: int, k_THD: torch.Tensor, v_THD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new tokens of one layer and return all keys and values so far.
+    layer: int
+    """Index of the layer, from 0."""
+    num_heads: int
+    num_kv_heads: int
+    """Each serves ``num_heads // num_kv_heads`` query heads."""
+    k_dim: int
+    """Head size of queries and keys."""
+    v_dim: int
+    """Head size of values; may differ from ``k_dim``."""
+    scale: float
+    """Factor on the dot products."""
+    window: int | None = None
+    """A token sees itself and the ``window - 1`` tokens before it; None for all."""
+
+
+class AttentionContext(Protocol):
+    """Attention of one step, over whatever cache the engine keeps."""
+
+    def attend(
+        self,
+        spec: AttentionSpec,
+        q_THD: torch.Tensor,
+        k_THD: torch.Tensor,
+        v_THD: torch.Tensor,
+    ) -> torch.Tensor:
+        """Store the new keys and values of one layer and attend causally within each row.
 
         Args:
-            layer: index of the layer, from 0.
-            k_THD: rotated keys, [T, num_key_value_heads, head_dim], in the model's dtype.
-            v_THD: values of the same shape and dtype.
+            spec: the layer.
+            q_THD: rotated queries [T, num_heads, k_dim].
+            k_THD: rotated keys [T, num_kv_heads, k_dim]; any strides.
+            v_THD: values [T, num_kv_heads, v_dim]; any strides.
 
         Returns:
-            Keys and values [S, num_key_value_heads, head_dim], oldest first, the new ones last.
-            Any strides will do as long as the last dimension is contiguous.
+            [T, num_heads, v_dim], contiguous or reshapeable to [T, num_heads * v_dim].
         """
         ...
 
 
-def attend(q_THD: torch.Tensor, k_SHD: torch.Tensor, v_SHD: torch.Tensor) -> torch.Tensor:
-    """Causal scaled dot-product attention; new token t sees the S - T tokens before and t + 1 new.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBatch:
+    """The rows of one step, as a paged backend needs them. Row after row along T."""
 
-    Args:
-        q_THD: rotated queries [T, num_attention_heads, head_dim].
-        k_SHD: keys [S, num_key_value_heads, head_dim], S >= T; each serves a group of query heads.
-        v_SHD: values of the same shape.
+    query_lens: tuple[int, ...]
+    """New tokens per row, at least 1 each; they sum to T."""
+    context_lens: tuple[int, ...]
+    """Tokens per row that the cache holds from before."""
+    block_tables_RB: torch.Tensor
+    """int64 [R, B]: block ids per row, in order; valid everywhere, the tail is the null block."""
+    slots_T: torch.Tensor
+    """int64 [T]: where each new token's key and value go, ``block * block_size + offset``."""
 
-    Returns:
-        [T, num_attention_heads, head_dim].
-    """
-    num_new, num_total = q_THD.shape[0], k_SHD.shape[0]
-    mask = None
-    if 1 < num_new < num_total:
-        # torch's own causal flag aligns the mask to the first key, which is wrong after a prefix.
-        ones = torch.ones(num_new, num_total, dtype=torch.bool, device=q_THD.device)
-        mask = ones.tril(num_total - num_new)
-    out_HTD = functional.scaled_dot_product_attention(
-        q_THD.transpose(0, 1)[None],
-        k_SHD.transpose(0, 1)[None],
-        v_SHD.transpose(0, 1)[None],
-        attn_mask=mask,
-        is_causal=1 < num_new == num_total,
-        enable_gqa=True,
-    )[0]
-    return out_HTD.transpose(0, 1)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a backend can do; asked before it is chosen, never tried."""
+
+    name: str
+    block_sizes: tuple[int, ...] | None
+    """Block sizes it takes; None for any."""
+    reads_past_length: bool
+    """Whether slots beyond a row's length are read, so that fresh blocks must be cleared."""
+    returns_lse: bool
+    """Whether the log-sum-exp of the scores can be had, which merging with sinks needs."""
+    k_v_dims_differ: bool
+    windows: bool
+    batch_invariant: bool
+    """Whether a row's bits are the same whatever the other rows and however it is chunked."""
+
+
+class AttentionBackend(AttentionContext, Protocol):
+    """Attention over a paged cache."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this backend can do."""
+        ...
+
+    def begin(self, batch: AttentionBatch) -> None:
+        """Prepare for one step; every later ``attend`` is of these rows."""
+        ...

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torpor.errors import ConfigError
-from torpor.model.fields import Fields, read_json_object
+from torpor.model.families import FAMILIES, Family
+from torpor.model.families import MoEConfig as MoEConfig
+from torpor.model.fields import MAX_SIZE, Fields, read_json_object
+from torpor.model.rope_config import RopeConfig as RopeConfig
+from torpor.model.rope_config import read_rope
 
-ARCHITECTURES = ("LlamaForCausalLM",)
+ARCHITECTURES = tuple(FAMILIES)
 """The architectures torpor runs, by their name in ``config.json``."""
-
-ROPE_KINDS = ("default", "linear", "llama3")
-"""The rope scalings torpor computes."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes a checkpoint may name."""
 
-_MAX_SIZE = 2**31 - 1
 _MAX_LAYERS = 4096
 
 _HARMLESS = frozenset(
@@ -39,6 +39,8 @@ _HARMLESS = frozenset(
         "finetuning_task",
         "task_specific_params",
         # training and execution
+        "output_router_logits",
+        "router_aux_loss_coef",
         "initializer_range",
         "attention_dropout",
         "hidden_dropout",
@@ -87,20 +89,6 @@ _HARMLESS = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding: base wavelength and scaling."""
-
-    theta: float = 10000.0
-    kind: str = "default"
-    """One of `ROPE_KINDS`."""
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 0
-    """Context length before scaling, in tokens; read by llama3 only."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """What a decoder-only model computes. Field names follow Hugging Face where it has them."""
 
@@ -116,8 +104,14 @@ class ModelConfig:
     """Longest context in tokens."""
     rms_norm_eps: float
     rope: RopeConfig
-    attention_bias: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
+    """Whether each head's queries and keys are normed before they are rotated."""
+    windows: tuple[int | None, ...]
+    """Attention window of each layer in tokens, the token itself included; None for all."""
+    moe: MoEConfig | None = None
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -155,27 +149,32 @@ def parse_config(
         ConfigError: as `load_config`.
     """
     fields = Fields(values, where)
-    architecture = _architecture(fields)
-    heads = fields.integer("num_attention_heads", low=1, high=_MAX_SIZE)
-    hidden_size = fields.integer("hidden_size", low=1, high=_MAX_SIZE)
-    context = fields.integer("max_position_embeddings", low=1, high=_MAX_SIZE)
+    architecture, family = _family(fields)
+    heads = fields.integer("num_attention_heads", low=1, high=MAX_SIZE)
+    hidden_size = fields.integer("hidden_size", low=1, high=MAX_SIZE)
+    layers = fields.integer("num_hidden_layers", low=1, high=_MAX_LAYERS)
     fields.choice("hidden_act", ("silu",), default="silu")
+    features = family.read(fields, layers)
     config = ModelConfig(
         architecture=architecture,
-        vocab_size=fields.integer("vocab_size", low=1, high=_MAX_SIZE),
+        vocab_size=fields.integer("vocab_size", low=1, high=MAX_SIZE),
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size", low=1, high=_MAX_SIZE),
-        num_hidden_layers=fields.integer("num_hidden_layers", low=1, high=_MAX_LAYERS),
+        intermediate_size=fields.integer("intermediate_size", low=1, high=MAX_SIZE),
+        num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=_kv_heads(fields, heads),
-        head_dim=_head_dim(fields, hidden_size, heads),
-        max_position_embeddings=context,
+        num_key_value_heads=_kv_heads(fields, heads, needed=family.needs_kv_heads),
+        head_dim=_head_dim(fields, features.head_dim, hidden_size, heads),
+        max_position_embeddings=fields.integer("max_position_embeddings", low=1, high=MAX_SIZE),
         rms_norm_eps=fields.number("rms_norm_eps"),
-        rope=_rope(fields),
-        attention_bias=fields.flag("attention_bias", False),
-        mlp_bias=fields.flag("mlp_bias", False),
+        rope=read_rope(fields),
+        qkv_bias=features.qkv_bias,
+        o_bias=features.o_bias,
+        mlp_bias=features.mlp_bias,
+        qk_norm=features.qk_norm,
+        windows=features.windows,
+        moe=features.moe,
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        bos_token_id=fields.optional_integer("bos_token_id", low=0, high=_MAX_SIZE),
+        bos_token_id=fields.optional_integer("bos_token_id", low=0, high=MAX_SIZE),
         eos_token_ids=_eos_token_ids(fields, generation),
         dtype=_dtype(fields),
     )
@@ -183,28 +182,32 @@ def parse_config(
     return config
 
 
-def _architecture(fields: Fields) -> str:
+def _family(fields: Fields) -> tuple[str, Family]:
     value = fields.raw("architectures")
     known = ", ".join(ARCHITECTURES)
     if not isinstance(value, list) or len(value) != 1 or not isinstance(value[0], str):
         raise fields.error("architectures", value, f"a list of one name; known are {known}")
-    if value[0] not in ARCHITECTURES:
+    family = FAMILIES.get(value[0])
+    if family is None:
         raise ConfigError(
             f"{fields.where}: architecture {value[0]!r} is unknown; torpor runs {known}"
         )
-    fields.choice("model_type", ("llama",), default="llama")
-    return value[0]
+    fields.choice("model_type", (family.model_type,), default=family.model_type)
+    return value[0], family
 
 
-def _kv_heads(fields: Fields, heads: int) -> int:
-    kv_heads = fields.integer("num_key_value_heads", heads, low=1, high=heads)
+def _kv_heads(fields: Fields, heads: int, *, needed: bool) -> int:
+    default = None if needed and not fields.states("num_key_value_heads") else heads
+    kv_heads = fields.integer("num_key_value_heads", default, low=1, high=heads)
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", kv_heads, f"a divisor of {heads} attention heads")
     return kv_heads
 
 
-def _head_dim(fields: Fields, hidden_size: int, heads: int) -> int:
-    head_dim = fields.optional_integer("head_dim", low=2, high=_MAX_SIZE)
+def _head_dim(fields: Fields, default: int | None, hidden_size: int, heads: int) -> int:
+    head_dim = fields.optional_integer("head_dim", low=2, high=MAX_SIZE)
+    if head_dim is None:
+        head_dim = default
     if head_dim is None:
         if hidden_size % heads:
             raise fields.error("hidden_size", hidden_size, f"a multiple of {heads} attention heads")
@@ -223,53 +226,3 @@ def _eos_token_ids(fields: Fields, generation: Mapping[str, object]) -> tuple[in
     own = fields.ids("eos_token_id")
     other = Fields(generation, f"generation_config.json beside {fields.where}")
     return tuple(dict.fromkeys(other.ids("eos_token_id") or own))
-
-
-def _rope(fields: Fields) -> RopeConfig:
-    """Rope in either style: ``rope_theta`` + ``rope_scaling``, or ``rope_parameters``."""
-    new, old = fields.raw("rope_parameters"), fields.raw("rope_scaling")
-    if new and old and new != old:
-        raise fields.error("rope_scaling", old, "absent when rope_parameters says something else")
-    fields.exactly("partial_rotary_factor", 1.0)
-    theta = fields.number("rope_theta", 10000.0)
-    values = new or old or {}
-    if not isinstance(values, dict):
-        raise fields.error("rope_parameters" if new else "rope_scaling", values, "an object")
-    rope = Fields(values, f"{fields.where}: {'rope_parameters' if new else 'rope_scaling'}")
-    return _rope_parameters(rope, theta, explicit=fields.raw("rope_theta") is not None)
-
-
-def _rope_parameters(rope: Fields, theta: float, *, explicit: bool) -> RopeConfig:
-    own_theta = rope.number("rope_theta", theta)
-    if explicit and own_theta != theta:
-        raise rope.error("rope_theta", own_theta, f"the same as the config's rope_theta, {theta}")
-    rope.exactly("partial_rotary_factor", 1.0)
-    kind = _rope_kind(rope)
-    config = RopeConfig(theta=own_theta, kind=kind)
-    if kind == "linear":
-        config = RopeConfig(theta=own_theta, kind=kind, factor=rope.number("factor"))
-    elif kind == "llama3":
-        config = RopeConfig(
-            theta=own_theta,
-            kind=kind,
-            factor=rope.number("factor"),
-            low_freq_factor=rope.number("low_freq_factor"),
-            high_freq_factor=rope.number("high_freq_factor"),
-            original_max_position_embeddings=rope.integer(
-                "original_max_position_embeddings", low=1, high=_MAX_SIZE
-            ),
-        )
-        if config.high_freq_factor <= config.low_freq_factor:
-            high = config.high_freq_factor
-            raise rope.error("high_freq_factor", high, f"above {config.low_freq_factor}")
-    rope.refuse_unread(())
-    return config
-
-
-def _rope_kind(rope: Fields) -> str:
-    """The scaling's name, under its present key or under the one older files use."""
-    old = rope.choice("type", ROPE_KINDS, default="default")
-    kind = rope.choice("rope_type", ROPE_KINDS, default=old)
-    if rope.raw("type") is not None and kind != old:
-        raise rope.error("rope_type", kind, f"the same as type, {old!r}")
-    return kind

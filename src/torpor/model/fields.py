@@ -13,6 +13,9 @@ from torpor.errors import ConfigError, TorporError
 MAX_JSON_BYTES = 64 * 1024 * 1024
 """A config, index or manifest is at most a few MB; more is damage, and parsing it would hang."""
 
+MAX_SIZE = 2**31 - 1
+"""No size, count or id of a model is larger."""
+
 _T = TypeVar("_T")
 
 
@@ -89,6 +92,10 @@ class Fields:
         self._read.add(name)
         return self._values.get(name)
 
+    def states(self, name: str) -> bool:
+        """Whether the field is there at all, be it as null."""
+        return name in self._values
+
     def integer(self, name: str, default: int | None = None, *, low: int, high: int) -> int:
         """A whole number in [low, high]; required when there is no default."""
         value = self.optional_integer(name, low=low, high=high)
@@ -154,6 +161,17 @@ class Fields:
         for entry in entries:
             if not isinstance(entry, int) or isinstance(entry, bool) or not 0 <= entry < 2**31:
                 raise self.error(name, value, "a token id or a list of token ids")
+        return tuple(entries)
+
+    def indices(self, name: str, below: int) -> tuple[int, ...]:
+        """A list of indices from 0 to ``below - 1``; empty when missing."""
+        value = self.raw(name)
+        if value is None:
+            return ()
+        entries = value if isinstance(value, list) else [None]
+        for entry in entries:
+            if not isinstance(entry, int) or isinstance(entry, bool) or not 0 <= entry < below:
+                raise self.error(name, value, f"a list of whole numbers from 0 to {below - 1}")
         return tuple(entries)
 
     def refuse_unread(self, harmless: Collection[str]) -> None:

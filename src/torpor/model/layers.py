@@ -10,12 +10,23 @@ Shape suffixes: T tokens, D model width or head_dim.
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from torpor.model.config import RopeConfig
+from torpor.model.rope_config import RopeConfig
+
+
+class LinearKernel(Protocol):
+    """How a product with a weight is computed; every kernel is right, some are faster."""
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, /
+    ) -> torch.Tensor:
+        """``x @ weight.T + bias``: x [..., I], weight [O, I], bias [O] or None; [..., O]."""
+        ...
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -23,7 +34,24 @@ def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
-class Linear(nn.Module):
+class Product(nn.Module):
+    """A module that multiplies by weights, through a kernel that can be replaced."""
+
+    kernel: LinearKernel
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = functional.linear
+
+
+def use_linear_kernel(module: nn.Module, kernel: LinearKernel) -> None:
+    """Let every product within a module, its head and its experts included, use a kernel."""
+    for part in module.modules():
+        if isinstance(part, Product):
+            part.kernel = kernel
+
+
+class Linear(Product):
     """``x @ weight.T + bias`` with weight [out_features, in_features]."""
 
     def __init__(
@@ -35,7 +63,7 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
-        return functional.linear(x, self.weight, self.bias)
+        return self.kernel(x, self.weight, self.bias)
 
 
 class Embedding(nn.Module):
@@ -50,7 +78,7 @@ class Embedding(nn.Module):
         return functional.embedding(ids_T, self.weight)
 
 
-class Head(nn.Module):
+class Head(Product):
     """Projects hidden states on the vocabulary; a tied head shares the embedding's parameter."""
 
     def __init__(self, weight: nn.Parameter) -> None:
@@ -60,7 +88,7 @@ class Head(nn.Module):
 
     def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """[..., width] to float32 logits [..., vocab_size]."""
-        return functional.linear(hidden_TD, self.weight).float()
+        return self.kernel(hidden_TD, self.weight, None).float()
 
 
 class RMSNorm(nn.Module):
@@ -73,10 +101,34 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., width] to the same shape and dtype."""
-        x32 = x.float()
-        scale = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+        if x.dtype == torch.float32:
+            return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
         # Rounding to the model's dtype before the gain is what checkpoints were trained with.
-        return self.weight * (x32 * scale).to(x.dtype)
+        return normalise(x, self.eps).mul_(self.weight)
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm over each head of queries and keys, which have a gain each."""
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float, *, dtype: torch.dtype) -> None:
+        """Norm `num_heads` query heads and all the key heads that follow them."""
+        super().__init__()
+        self.weight = empty_parameter(2 * head_dim, dtype=dtype)
+        self.num_heads = num_heads
+        self.eps = eps
+
+    def forward(self, qk_THD: torch.Tensor) -> torch.Tensor:
+        """[T, query and key heads, head_dim] to the same shape and dtype."""
+        gain_q, gain_k = self.weight.chunk(2)
+        out_THD = normalise(qk_THD, self.eps)
+        out_THD[:, : self.num_heads].mul_(gain_q)
+        out_THD[:, self.num_heads :].mul_(gain_k)
+        return out_THD
+
+
+def normalise(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """``x / rms(x)`` along the last dimension: computed in float32, a new tensor of x's dtype."""
+    return functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
 
 
 class RotaryEmbedding(nn.Module):
@@ -136,4 +188,10 @@ def _llama3_frequencies(inv_freq: torch.Tensor, config: RopeConfig) -> torch.Ten
 def rotate(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
     """Rotate every pair (i, i + D/2) of queries or keys [T, H, D] by its position's angle."""
     lower, upper = x_THD.chunk(2, dim=-1)
-    return x_THD * cos_T1D + torch.cat((upper, lower), dim=-1) * sin_T1D
+    return (x_THD * cos_T1D).add_(torch.cat((upper, lower), dim=-1).mul_(sin_T1D))
+
+
+def gated(gate_up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` of [..., 2 * I], gate first: [..., I] (SwiGLU, Shazeer 2020)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate).mul_(up)

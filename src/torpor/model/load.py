@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from torpor.model.config import ModelConfig
+from torpor.model.decoder import DecoderForCausalLM
 from torpor.model.files import ModelFiles
-from torpor.model.llama import LlamaForCausalLM
 
 
-def build_model(files: ModelFiles, dtype: torch.dtype) -> LlamaForCausalLM:
+def build_model(files: ModelFiles, dtype: torch.dtype) -> DecoderForCausalLM:
     """Build a model with parameters on meta and buffers computed for real.
 
     Args:
@@ -22,13 +22,12 @@ def build_model(files: ModelFiles, dtype: torch.dtype) -> LlamaForCausalLM:
     return new_model(files.config, dtype)
 
 
-def new_model(config: ModelConfig, dtype: torch.dtype) -> LlamaForCausalLM:
+def new_model(config: ModelConfig, dtype: torch.dtype) -> DecoderForCausalLM:
     """As `build_model`, from a config alone."""
-    assert config.architecture == "LlamaForCausalLM", f"no module for {config.architecture}"
-    return LlamaForCausalLM(config, dtype)
+    return DecoderForCausalLM(config, dtype)
 
 
-def checkpoint_shapes(model: LlamaForCausalLM) -> dict[str, tuple[int, ...]]:
+def checkpoint_shapes(model: DecoderForCausalLM) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor a checkpoint of this model must hold, in layer order."""
     parameters = dict(model.named_parameters())
     shapes = {}

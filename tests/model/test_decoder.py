@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.model.helpers import TINY, ListKV, fill, logits_of, reference, write_folder
+from tests.model.helpers import (
+    QWEN3_MOE,
+    TINY,
+    OneSequence,
+    fill,
+    logits_of,
+    reference,
+    write_folder,
+)
 
 from torpor.errors import WeightsMismatchError
+from torpor.model.attention import AttentionSpec
 from torpor.model.config import parse_config
-from torpor.model.llama import LlamaForCausalLM
+from torpor.model.decoder import DecoderForCausalLM
 from torpor.model.load import build_model, checkpoint_shapes, new_model
 from torpor.model.resolve import resolve_model
 from torpor.sleep.source import SliceTable
@@ -42,7 +52,7 @@ IDS = [
 ]
 
 
-def tiny(folder: Path, **overrides: Any) -> LlamaForCausalLM:
+def tiny(folder: Path, **overrides: Any) -> DecoderForCausalLM:
     files = resolve_model(write_folder(folder, **overrides))
     return fill(build_model(files, torch.float32), files.source)
 
@@ -53,10 +63,44 @@ def test_logits_equal_transformers(tmp_path: Path, kind: str) -> None:
     ours, theirs = tiny(tmp_path, **KINDS[kind]), reference(tmp_path)
     want = theirs(torch.tensor([IDS])).logits[0]
     assert want.abs().max() > 0.1
-    kv = ListKV()
+    kv = OneSequence()
     got = [logits_of(ours, IDS[:7], kv), logits_of(ours, IDS[7:16], kv, start=7)]
     got += [logits_of(ours, [IDS[at]], kv, start=at) for at in range(16, 24)]
     assert (torch.cat(got) - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+class SideBySide:
+    """Rows of a step, each a sequence of its own."""
+
+    def __init__(self, rows: Sequence[tuple[OneSequence, int]]) -> None:
+        self.rows = rows
+
+    def attend(
+        self,
+        spec: AttentionSpec,
+        q_THD: torch.Tensor,
+        k_THD: torch.Tensor,
+        v_THD: torch.Tensor,
+    ) -> torch.Tensor:
+        lengths = [length for _, length in self.rows]
+        parts = zip(*(x.split(lengths) for x in (q_THD, k_THD, v_THD)), strict=True)
+        out = [row.attend(spec, *part) for (row, _), part in zip(self.rows, parts, strict=True)]
+        return torch.cat(out)
+
+
+@pytest.mark.parametrize("family", [{}, {**QWEN3_MOE, "head_dim": 24}])
+@torch.inference_mode()
+def test_rows_of_one_step_do_not_disturb_each_other(tmp_path: Path, family: dict[str, Any]) -> None:
+    model = tiny(tmp_path, **family)
+    first, second = IDS[:10], IDS[10:17]
+    attn = OneSequence(), OneSequence()
+    logits_of(model, first[:9], attn[0])
+    ids_T = torch.tensor([*second, first[9]])
+    positions_T = torch.tensor([*range(7), 9])
+    hidden_TD = model(ids_T, positions_T, SideBySide([(attn[1], 7), (attn[0], 1)]))
+    got = model.compute_logits(hidden_TD)
+    want = torch.cat((logits_of(model, second), logits_of(model, first)[-1:]))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
 @torch.inference_mode()
@@ -89,7 +133,7 @@ def test_bfloat16_follows_transformers(tmp_path: Path) -> None:
 @torch.inference_mode()
 def test_a_prefill_in_parts_equals_one_prefill(tmp_path: Path) -> None:
     model = tiny(tmp_path)
-    whole, kv = logits_of(model, IDS), ListKV()
+    whole, kv = logits_of(model, IDS), OneSequence()
     parts = [logits_of(model, IDS[at : at + 5], kv, start=at) for at in range(0, 24, 5)]
     torch.testing.assert_close(torch.cat(parts), whole, atol=1e-5, rtol=1e-5)
 

@@ -1,0 +1,195 @@
+"""Attention from its equation, in float64 and token by token, and rows that grow in a paged arena.
+
+softmax(scale * q . k) over the visible keys, times their values; nothing is shared with the
+backends under test.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from torpor.model.attention import AttentionBatch, AttentionSpec
+from torpor.model.kv_layout import KVLayout
+from torpor.model.torch_attention import TorchAttention
+
+
+def reference(
+    spec: AttentionSpec, q_HD: torch.Tensor, k_SHD: torch.Tensor, v_SHD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last token of a row: float64 [H, v_dim] and log-sum-exp [H]."""
+    if spec.window is not None:
+        k_SHD, v_SHD = k_SHD[-spec.window :], v_SHD[-spec.window :]
+    group = spec.num_heads // spec.num_kv_heads
+    outs, logs = [], []
+    for head in range(spec.num_heads):
+        keys, values = k_SHD[:, head // group].double(), v_SHD[:, head // group].double()
+        weights = torch.exp(spec.scale * (keys @ q_HD[head].double()))
+        outs.append((weights[:, None] * values).sum(0) / weights.sum())
+        logs.append(torch.log(weights.sum()))
+    return torch.stack(outs), torch.stack(logs)
+
+
+@dataclass
+class Row:
+    """One request: its tokens' queries, keys and values per layer, and its blocks."""
+
+    q: list[torch.Tensor]
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+    blocks: list[int]
+    done: int = 0
+
+
+def attention_spec(
+    layer: int = 0,
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    k_dim: int = 16,
+    v_dim: int = 16,
+    window: int | None = None,
+) -> AttentionSpec:
+    """A layer with the usual scale."""
+    return AttentionSpec(
+        layer=layer,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        k_dim=k_dim,
+        v_dim=v_dim,
+        scale=1 / math.sqrt(k_dim),
+        window=window,
+    )
+
+
+@dataclass
+class World:
+    """Rows of random content over an arena full of NaN."""
+
+    specs: Sequence[AttentionSpec]
+    lengths: Sequence[int]
+    block_size: int = 8
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    batch_invariant: bool = False
+    workspace_bytes: int = 32 << 20
+    group_bytes: int = 4 << 20
+    scratch: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        random = torch.Generator().manual_seed(self.seed)
+        needed = [-(-length // self.block_size) for length in self.lengths]
+        num_blocks = sum(needed) + 3
+        shuffled = (torch.randperm(num_blocks - 1, generator=random) + 1).tolist()
+        self.layout = KVLayout(self.specs, self.block_size, self.dtype)
+        self.kv = torch.full((num_blocks, self.layout.elements_per_block), torch.nan).to(self.dtype)
+        self.rows = []
+        for index, (length, count) in enumerate(zip(self.lengths, needed, strict=True)):
+            blocks, shuffled = shuffled[:count], shuffled[count:]
+            # A row's content depends on its number alone, whoever else there is.
+            random = torch.Generator().manual_seed(1000 * self.seed + index)
+
+            def draw(
+                heads: int,
+                dim: int,
+                length: int = length,
+                random: torch.Generator = random,
+            ) -> torch.Tensor:
+                return torch.randn(length, heads, dim, generator=random).to(self.dtype)
+
+            self.rows.append(
+                Row(
+                    [draw(spec.num_heads, spec.k_dim) for spec in self.specs],
+                    [draw(spec.num_kv_heads, spec.k_dim) for spec in self.specs],
+                    [draw(spec.num_kv_heads, spec.v_dim) for spec in self.specs],
+                    blocks,
+                )
+            )
+        self.backend = self.new_backend()
+
+    def new_backend(self) -> TorchAttention:
+        """A backend over the arena, whose scratch memory the test can spoil."""
+        return TorchAttention(
+            self.kv,
+            self.layout,
+            allocate=self._allocate,
+            workspace_bytes=self.workspace_bytes,
+            group_bytes=self.group_bytes,
+            batch_invariant=self.batch_invariant,
+        )
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
+        self.scratch.append(torch.full(shape, torch.nan).to(dtype))
+        return self.scratch[-1]
+
+    def begin(self, chosen: Sequence[tuple[int, int]]) -> None:
+        """Start a step of (row, new tokens) over spoiled scratch memory and unused slots."""
+        for tensor in self.scratch:
+            tensor.fill_(torch.nan)
+        self.spoil()
+        width = max(len(row.blocks) for row in self.rows) + 1
+        tables, slots = [], []
+        for index, new in chosen:
+            row = self.rows[index]
+            for position in range(row.done, row.done + new):
+                block = row.blocks[position // self.block_size]
+                slots.append(block * self.block_size + position % self.block_size)
+            used = row.blocks[: -(-(row.done + new) // self.block_size)]
+            tables.append(used + [0] * (width - len(used)))
+        self.backend.begin(
+            AttentionBatch(
+                query_lens=tuple(new for _, new in chosen),
+                context_lens=tuple(self.rows[index].done for index, _ in chosen),
+                block_tables_RB=torch.tensor(tables),
+                slots_T=torch.tensor(slots),
+            )
+        )
+
+    def spoil(self) -> None:
+        """NaN in every slot that no token of any row occupies."""
+        used = torch.zeros(self.kv.shape[0], self.block_size, dtype=torch.bool)
+        for row in self.rows:
+            for position in range(row.done):
+                block = row.blocks[position // self.block_size]
+                used[block, position % self.block_size] = True
+        for spec in self.specs:
+            for view in (self.layout.keys, self.layout.values):
+                view(self.kv, spec.layer)[~used] = torch.nan
+
+    def step(self, chosen: Sequence[tuple[int, int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Run (row, new tokens) through all layers: per layer [T, H, v_dim] and [T, H]."""
+        self.begin(chosen)
+        results = []
+        for number, spec in enumerate(self.specs):
+            parts = [
+                [tensors[number][row.done : row.done + new] for tensors in (row.q, row.k, row.v)]
+                for row, new in ((self.rows[index], new) for index, new in chosen)
+            ]
+            q, k, v = (torch.cat(list(column)) for column in zip(*parts, strict=True))
+            results.append(self.backend.attend_with_lse(spec, q, k, v))
+        for index, new in chosen:
+            self.rows[index].done += new
+        return results
+
+    def expected(
+        self, chosen: Sequence[tuple[int, int]]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What `step` should give, in float64; call before it."""
+        results = []
+        for number, spec in enumerate(self.specs):
+            tokens = [
+                reference(
+                    spec,
+                    row.q[number][position],
+                    row.k[number][: position + 1],
+                    row.v[number][: position + 1],
+                )
+                for row, new in ((self.rows[index], new) for index, new in chosen)
+                for position in range(row.done, row.done + new)
+            ]
+            outs, logs = zip(*tokens, strict=True)
+            results.append((torch.stack(outs), torch.stack(logs)))
+        return results
