@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
+import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import torpor
 from torpor.errors import RequestError
-from torpor.params import SamplingParams
+from torpor.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 
 def test_defaults_are_those_of_vllm() -> None:
@@ -20,7 +24,12 @@ def test_defaults_are_those_of_vllm() -> None:
     assert (params.max_tokens, params.min_tokens, params.logprobs) == (16, 0, None)
     assert (params.presence_penalty, params.frequency_penalty) == (0.0, 0.0)
     assert params.repetition_penalty == 1.0
+    assert (params.prompt_logprobs, params.logit_bias, params.bad_words) == (None, (), ())
+    assert (params.allowed_token_ids, params.structured_outputs) == (None, None)
+    assert params.output_kind is RequestOutputKind.CUMULATIVE
     assert params.skip_special_tokens
+    assert params.detokenize
+    assert params.spaces_between_special_tokens
     assert not params.ignore_eos
     assert not params.include_stop_str_in_output
 
@@ -70,13 +79,37 @@ def test_defaults_are_those_of_vllm() -> None:
         ("max_tokens", True),
         ("min_tokens", -1),
         ("min_tokens", True),
-        ("logprobs", -1),
-        ("logprobs", 21),
-        ("logprobs", True),
+        ("logprobs", -2),
+        ("logprobs", False),
+        ("logprobs", 1.0),
+        ("prompt_logprobs", -2),
+        ("prompt_logprobs", "all"),
         ("presence_penalty", 2.1),
         ("frequency_penalty", -2.1),
         ("repetition_penalty", 0),
         ("repetition_penalty", math.nan),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {"a": 1.0}),
+        ("logit_bias", {1.5: 1.0}),
+        ("logit_bias", {True: 1.0}),
+        ("logit_bias", [3]),
+        ("logit_bias", 7),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", 3),
+        ("bad_words", ["a", ""]),
+        ("bad_words", [1]),
+        ("bad_words", 1),
+        ("structured_outputs", {"json": "{}"}),
+        ("detokenize", 1),
+        ("output_kind", 2),
+        ("spaces_between_special_tokens", False),
+        ("logprob_token_ids", [1]),
+        ("flat_logprobs", True),
+        ("extra_args", {"a": 1}),
+        ("thinking_token_budget", 5),
+        ("repetition_detection", "on"),
+        ("trace_decode_token_ids", [1]),
     ],
 )
 def test_a_bad_value_is_refused_with_name_and_value(name: str, value: object) -> None:
@@ -85,7 +118,7 @@ def test_a_bad_value_is_refused_with_name_and_value(name: str, value: object) ->
     message = str(caught.value)
     assert name in message
     assert repr(value) in message
-    assert "give" in message or "remove" in message
+    assert any(word in message for word in ("give", "remove", "leave"))
 
 
 def test_an_unknown_name_is_refused() -> None:
@@ -96,6 +129,19 @@ def test_an_unknown_name_is_refused() -> None:
 @pytest.mark.parametrize(("temperature", "greedy"), [(0.0, True), (9e-6, True), (1e-5, False)])
 def test_a_tiny_temperature_means_greedy(temperature: float, greedy: bool) -> None:
     assert SamplingParams(temperature=temperature).greedy is greedy
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [(1e-5, 0.01), (0.009, 0.01), (0.01, 0.01), (0.3, 0.3), (0.0, 0.0)]
+)
+def test_a_small_temperature_is_raised(given: float, kept: float) -> None:
+    assert SamplingParams(temperature=given).temperature == kept
+
+
+def test_greedy_resets_the_filters() -> None:
+    filtered = SamplingParams(temperature=0, top_p=0.5, top_k=3, min_p=0.1)
+    assert filtered == SamplingParams(temperature=0)
+    assert SamplingParams(top_p=0.5, top_k=3, min_p=0.1).top_k == 3
 
 
 def test_several_greedy_completions_are_refused() -> None:
@@ -140,6 +186,105 @@ def test_numpy_scalars_become_plain_numbers() -> None:
 def test_an_instance_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         SamplingParams().n = 2  # type: ignore[misc]
+
+
+def test_true_logprobs_mean_one() -> None:
+    params = SamplingParams(logprobs=True, prompt_logprobs=True)
+    assert (params.logprobs, params.prompt_logprobs) == (1, 1)
+    assert type(params.logprobs) is int
+    assert SamplingParams(logprobs=-1, prompt_logprobs=-1).logprobs == -1
+
+
+def test_logit_bias_is_cut_and_takes_the_keys_of_json() -> None:
+    params = SamplingParams(logit_bias={"7": 300, 3: -100.5, 5: 0.5})  # type: ignore[dict-item]
+    assert params.logit_bias == ((3, -100.0), (5, 0.5), (7, 100.0))
+    with pytest.raises(RequestError, match=r"logit_bias\[4\] is nan"):
+        SamplingParams(logit_bias={4: math.nan})
+
+
+def test_what_vllm_leaves_unset_may_be_given_empty() -> None:
+    params = SamplingParams(extra_args={}, logprob_token_ids=[], bad_words=None, logit_bias={})
+    assert params == SamplingParams()
+    assert hash(params) == hash(SamplingParams())
+
+
+def test_an_instance_survives_copies_and_pickles() -> None:
+    params = SamplingParams(
+        logit_bias={3: 1.0},
+        bad_words=["a"],
+        allowed_token_ids=[1, 2],
+        structured_outputs=StructuredOutputsParams(json={"type": "object"}),
+        output_kind=RequestOutputKind.DELTA,
+    )
+    assert pickle.loads(pickle.dumps(params)) == params
+    assert copy.deepcopy(params) == params
+    assert dataclasses.replace(params, n=1) == params
+    assert hash(dataclasses.replace(params)) == hash(params)
+
+
+def test_stop_strings_need_text() -> None:
+    with pytest.raises(RequestError, match="set detokenize=True or give stop_token_ids"):
+        SamplingParams(stop="a", detokenize=False)
+    assert not SamplingParams(detokenize=False, stop_token_ids=[3]).detokenize
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("stop_token_ids", [1, 9]), ("allowed_token_ids", [9]), ("logit_bias", {9: 1.0, 2: 1.0})],
+)
+def test_ids_outside_the_vocabulary_are_refused_by_name(name: str, value: Any) -> None:
+    params = SamplingParams(**{name: value})
+    with pytest.raises(RequestError, match=f"{name} holds 9, but the vocabulary has 9 tokens"):
+        params.check_token_ids(9)
+    params.check_token_ids(10)
+
+
+def test_a_schema_is_kept_as_text() -> None:
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    params = StructuredOutputsParams(json=schema)
+    schema["type"] = "array"
+    assert params.json == '{"type": "object", "properties": {"b": {}, "a": {}}}'
+    assert hash(params) == hash(StructuredOutputsParams(json=params.json))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, "has no constraint; give exactly one of json, regex, choice"),
+        ({"json_object": False}, "has no constraint"),
+        ({"json": "{}", "regex": "a"}, "has json and regex; give exactly one"),
+        ({"choice": ["a"], "json_object": True}, "has choice and json_object"),
+        ({"json": 5}, "json is 5; give a JSON schema"),
+        ({"json": {"a": {1, 2}}}, "json is no JSON"),
+        ({"json": {"a": math.nan}}, "json is no JSON"),
+        ({"regex": 5}, "regex is 5; give a string"),
+        ({"grammar": b"x"}, "grammar is b'x'; give a string"),
+        ({"choice": []}, "choice is empty; give at least one"),
+        ({"choice": "ab"}, "choice is 'ab'; give a list"),
+        ({"choice": ["a", 1]}, "give a list of strings"),
+        ({"json_object": 1}, "json_object is 1; give True or False"),
+        ({"json": "{}", "disable_any_whitespace": None}, "disable_any_whitespace is None"),
+        ({"regex": "a", "disable_any_whitespace": True}, "has regex with an option for white"),
+        ({"choice": ["a"], "whitespace_pattern": " "}, "has choice with an option for white"),
+        (
+            {"json": "{}", "disable_any_whitespace": True, "whitespace_pattern": " ?"},
+            "whitespace_pattern ' \\?'; remove one",
+        ),
+        ({"structural_tag": "x"}, "structural_tag is 'x', which torpor does not follow; remove"),
+        (
+            {"json": "{}", "disable_additional_properties": True},
+            "does not follow; remove it and write additionalProperties in the schema",
+        ),
+    ],
+)
+def test_structured_outputs_take_one_constraint(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        StructuredOutputsParams(**arguments)
+
+
+def test_options_that_change_nothing_are_accepted() -> None:
+    assert StructuredOutputsParams(regex="a", disable_fallback=True).regex == "a"
+    assert StructuredOutputsParams(choice=("a", "b")).choice == ("a", "b")
 
 
 def test_params_and_outputs_do_not_import_torch() -> None:

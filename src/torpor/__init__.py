@@ -9,26 +9,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torpor.engine.async_llm import AsyncLLM
     from torpor.engine.llm import LLM
     from torpor.errors import (
         ArgumentError,
         AsleepError,
+        CacheInUseError,
         CheckpointError,
         DoubleInitError,
         FaultedError,
         ForeignWriteError,
+        GenerationError,
         HostCopyError,
         OutOfMemoryError,
         OwnershipError,
         RequestError,
         StateError,
+        StepError,
         TorporError,
         VerificationError,
         WeightsError,
         WeightsIncompleteError,
     )
     from torpor.outputs import CompletionOutput, RequestOutput
-    from torpor.params import SamplingParams
+    from torpor.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
     from torpor.sleep.building import building
     from torpor.sleep.classes import OwnershipClass
     from torpor.sleep.sleeper import Sleeper
@@ -39,20 +43,26 @@ __all__ = [
     "LLM",
     "ArgumentError",
     "AsleepError",
+    "AsyncLLM",
+    "CacheInUseError",
     "CheckpointError",
     "CompletionOutput",
     "DoubleInitError",
     "FaultedError",
     "ForeignWriteError",
+    "GenerationError",
     "HostCopyError",
     "OutOfMemoryError",
     "OwnershipClass",
     "OwnershipError",
     "RequestError",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "Sleeper",
     "StateError",
+    "StepError",
+    "StructuredOutputsParams",
     "TorporError",
     "VerificationError",
     "WeightsError",
@@ -62,11 +72,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncLLM": "torpor.engine.async_llm",
     "LLM": "torpor.engine.llm",
     "CompletionOutput": "torpor.outputs",
     "OwnershipClass": "torpor.sleep.classes",
     "RequestOutput": "torpor.outputs",
+    "RequestOutputKind": "torpor.params",
     "SamplingParams": "torpor.params",
+    "StructuredOutputsParams": "torpor.params",
     "Sleeper": "torpor.sleep.sleeper",
     "building": "torpor.sleep.building",
 }

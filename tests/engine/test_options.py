@@ -7,6 +7,8 @@ import torch
 
 from torpor.engine.options import (
     check_mode,
+    check_on_asleep,
+    check_timeout,
     resolve_dtype,
     resolve_level,
     resolve_max_model_len,
@@ -72,3 +74,30 @@ def test_a_number_of_threads_is_a_positive_whole_number(num_threads: Any) -> Non
         set_num_threads(num_threads)
     set_num_threads(None)
     assert torch.get_num_threads() == before
+
+
+def test_a_number_of_threads_is_set_for_the_process() -> None:
+    set_num_threads(2)
+    assert torch.get_num_threads() == 2
+
+
+def test_a_request_for_a_sleeping_model_is_queued_refused_or_wakes_it() -> None:
+    for policy in ("queue", "reject", "wake"):
+        assert check_on_asleep(policy) == policy
+    for bad in ("drop", None, True, ["queue"]):
+        with pytest.raises(ArgumentError) as caught:
+            check_on_asleep(bad)
+        told = f"on_asleep is {bad!r}; give one of 'queue', 'reject', 'wake'"
+        assert str(caught.value) == told
+
+
+def test_a_timeout_is_a_number_above_zero() -> None:
+    assert check_timeout("t_s", 3) == 3.0
+    assert check_timeout("t_s", 0.5) == 0.5
+    assert check_timeout("t_s", float("inf")) == float("inf")
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, "3", None, True, float("nan")])
+def test_another_timeout_is_refused_by_its_name(seconds: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"t_s is .*; give a number of seconds above 0"):
+        check_timeout("t_s", seconds)

@@ -107,10 +107,42 @@ def test_chat_text_gets_no_special_tokens_added(reader: PromptReader) -> None:
     assert reader.read_chat("<|start|>a", "the conversation").token_ids[0] == 0
 
 
-def test_a_stop_token_outside_the_vocabulary_is_refused(reader: PromptReader) -> None:
-    reader.check_params(SamplingParams(stop_token_ids=[319]))
-    with pytest.raises(RequestError, match="holds 320, but the vocabulary has 320"):
-        reader.check_params(SamplingParams(stop_token_ids=[0, 320]))
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("stop_token_ids", [0, 319], [0, 320]),
+        ("allowed_token_ids", [319], [5, 320, 7]),
+        ("logit_bias", {319: 1.0}, {3: 1.0, 320: -1.0}),
+        ("logit_bias", {"319": 1.0}, {"320": 1.0}),
+    ],
+)
+def test_a_token_id_outside_the_vocabulary_is_refused(
+    reader: PromptReader, name: str, good: Any, bad: Any
+) -> None:
+    reader.check_params(SamplingParams(**{name: good}))
+    with pytest.raises(RequestError) as caught:
+        reader.check_params(SamplingParams(**{name: bad}))
+    assert str(caught.value) == f"{name} holds 320, but the vocabulary has 320 tokens; remove it"
+
+
+def test_default_params_fit_every_model(reader: PromptReader) -> None:
+    reader.check_params(SamplingParams())
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_more_log_probabilities_than_the_engine_gives_are_refused(
+    tokenizer: Tokenizer, name: str
+) -> None:
+    def check(most: int, count: int) -> None:
+        reader = PromptReader(tokenizer, vocab_size=320, max_model_len=16, max_logprobs=most)
+        reader.check_params(SamplingParams(**{name: count}))
+
+    for most, count in [(5, 0), (5, 5), (0, 0), (-1, -1), (-1, 1000)]:
+        check(most, count)
+    for most, count in [(5, 6), (5, -1), (0, 1)]:
+        told = f"^{name} is {count}, and this engine gives at most {most} per token; lower it, or "
+        with pytest.raises(RequestError, match=told):
+            check(most, count)
 
 
 def test_params_are_given_once_or_per_prompt() -> None:

@@ -2,17 +2,56 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from torpor.engine.sampler import child_seed, gumbel_noise, sample, uniform_noise
+from torpor.engine.sampler import (
+    LogprobsMode,
+    SampledToken,
+    SamplingRow,
+    child_seed,
+    sample_rows,
+)
 from torpor.errors import RequestError
 from torpor.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
+
+
+def sample(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    *,
+    seed: int,
+    position: int,
+    prompt_token_ids: Sequence[int] = (),
+    output_token_ids: Sequence[int] = (),
+    forbidden: Collection[int] = (),
+    bad_words: tuple[tuple[int, ...], ...] = (),
+    grammar_mask_V: torch.Tensor | None = None,
+    logprobs_mode: LogprobsMode = "raw_logprobs",
+) -> SampledToken:
+    """One row; its error is raised."""
+    row = SamplingRow(
+        params=params,
+        seed=seed,
+        position=position,
+        prompt_token_ids=prompt_token_ids,
+        output_token_ids=output_token_ids,
+        forbidden=forbidden,
+        bad_words=bad_words,
+        grammar_mask_V=grammar_mask_V,
+    )
+    [result] = sample_rows(logits[None], [row], logprobs_mode=logprobs_mode)
+    if isinstance(result, RequestError):
+        raise result
+    return result
 
 
 def draw(logits: torch.Tensor, params: SamplingParams, count: int = 2000) -> torch.Tensor:
@@ -24,63 +63,6 @@ def draw(logits: torch.Tensor, params: SamplingParams, count: int = 2000) -> tor
 def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     expected = probabilities.double() * counts.sum()
     return float(((counts - expected) ** 2 / expected).sum())
-
-
-def reference_uniform(seed: int, position: int, index: int) -> float:
-    """The definition in exact integers: splitmix64 from a key of seed and position."""
-    mask, gamma = 2**64 - 1, 0x9E3779B97F4A7C15
-
-    def mix(z: int) -> int:
-        z &= mask
-        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
-        return z ^ (z >> 31)
-
-    key = mix(mix(seed) + (position + 1) * gamma)
-    return ((mix(key + (index + 1) * gamma) >> 12) + 0.5) / 2**52
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.integers(-(2**63), 2**64 - 1), st.integers(0, 2**40), st.integers(1, 70))
-def test_noise_is_the_hash_it_is_defined_to_be(seed: int, position: int, size: int) -> None:
-    expected = [reference_uniform(seed, position, index) for index in range(size)]
-    assert uniform_noise(seed, position, size).tolist() == expected
-
-
-def test_noise_of_an_index_does_not_depend_on_the_vocabulary_size() -> None:
-    assert torch.equal(uniform_noise(1, 2, 50_000)[:100], uniform_noise(1, 2, 100))
-
-
-def test_splitmix64_gives_its_published_first_value() -> None:
-    # The first output of the generator with state 0, as in its author's test vectors.
-    from torpor.engine import sampler
-
-    assert sampler._mix(sampler._GAMMA) == 0xE220A8397B1DCDAF
-
-
-def test_uniform_noise_is_uniform_and_stays_inside_the_open_interval() -> None:
-    noise = torch.cat([uniform_noise(seed, p, 1000) for seed in range(10) for p in range(20)])
-    assert 0 < noise.min() < 1e-4
-    assert 1 - 1e-4 < noise.max() < 1
-    counts = torch.histc(noise, bins=100, min=0, max=1)
-    # 99 degrees of freedom: a value above 160 has a probability of about 1e-4.
-    assert chi_square(counts, torch.full((100,), 0.01)) < 160
-
-
-@pytest.mark.parametrize("shift", ["position", "index", "seed"])
-def test_neighbouring_noise_is_independent(shift: str) -> None:
-    rows = torch.stack([uniform_noise(7 + (shift == "seed") * i, i, 400) for i in range(200)])
-    if shift == "seed":
-        rows = torch.stack([uniform_noise(seed, 3, 400) for seed in range(200)])
-    first, second = (rows[:, :-1], rows[:, 1:]) if shift == "index" else (rows[:-1], rows[1:])
-    cells = (first * 8).long() * 8 + (second * 8).long()
-    counts = torch.bincount(cells.flatten(), minlength=64)
-    # 63 degrees of freedom: a value above 115 has a probability of about 1e-4.
-    assert chi_square(counts, torch.full((64,), 1 / 64)) < 115
-
-
-def test_gumbel_noise_is_finite() -> None:
-    assert all(torch.isfinite(gumbel_noise(seed, 0, 50_000)).all() for seed in range(20))
 
 
 def test_draws_follow_the_softmax() -> None:
@@ -296,3 +278,200 @@ def test_half_precision_logits_are_sampled_too() -> None:
     params = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=2)
     same = sample(logits.float(), params, seed=0, position=0, prompt_token_ids=[1])
     assert sample(logits, params, seed=0, position=0, prompt_token_ids=[1]) == same
+
+
+VOCABULARY = 300
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "logprobs": 3},
+    {},
+    {"temperature": 0.3, "logprobs": 0},
+    {"top_k": 5},
+    {"top_p": 0.7, "logprobs": 2},
+    {"top_k": 40, "top_p": 0.9},
+    {"min_p": 0.1},
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 1.0, "frequency_penalty": 0.5, "temperature": 0},
+    {"logit_bias": {3: 5.0, 9: -100.0}},
+    {"allowed_token_ids": [4, 5, 6, 7]},
+]
+
+
+def some_rows(seed: int, count: int) -> tuple[torch.Tensor, list[SamplingRow]]:
+    chosen = random.Random(seed)
+    logits = torch.randn(count, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 3
+    rows = [
+        SamplingRow(
+            params=SamplingParams(**chosen.choice(PARAMS)),
+            seed=chosen.randrange(2**64),
+            position=chosen.randrange(1000),
+            prompt_token_ids=[chosen.randrange(VOCABULARY) for _ in range(5)],
+            output_token_ids=[chosen.randrange(VOCABULARY) for _ in range(4)],
+            forbidden=chosen.choice([(), (1, 2)]),
+            grammar_mask_V=chosen.choice([None, torch.arange(VOCABULARY) % 3 > 0]),
+        )
+        for _ in range(count)
+    ]
+    return logits, rows
+
+
+@given(st.integers(0, 2**32), st.integers(1, 12), st.sampled_from(["raw", "processed"]))
+def test_a_row_gives_the_same_alone_in_a_batch_and_in_any_order(
+    seed: int, count: int, mode: str
+) -> None:
+    logits, rows = some_rows(seed, count)
+    logprobs_mode: Any = f"{mode}_logprobs"
+    batch = sample_rows(logits, rows, logprobs_mode=logprobs_mode)
+    alone = [
+        sample_rows(logits[i : i + 1], [row], logprobs_mode=logprobs_mode)[0]
+        for i, row in enumerate(rows)
+    ]
+    order = random.Random(seed).sample(range(count), count)
+    shuffled = sample_rows(logits[order], [rows[i] for i in order], logprobs_mode=logprobs_mode)
+    assert batch == alone
+    assert shuffled == [batch[i] for i in order]
+    assert all(isinstance(result, SampledToken) for result in batch)
+
+
+def test_a_greedy_batch_takes_each_rows_own_maximum() -> None:
+    logits = torch.zeros(4, 50_000)
+    for index, token_id in enumerate([49_999, 0, 17, 30_000]):
+        logits[index, token_id:] = 1.0
+    rows = [SamplingRow(params=GREEDY, seed=0, position=i) for i in range(4)]
+    tokens = sample_rows(logits, rows)
+    assert tokens == [SampledToken(i, None) for i in (49_999, 0, 17, 30_000)]
+
+
+def test_no_rows_give_no_tokens() -> None:
+    assert sample_rows(torch.zeros(0, 5), []) == []
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(), SamplingParams(top_p=0.5)])
+def test_a_bad_row_fails_alone(params: SamplingParams) -> None:
+    logits = torch.randn(4, 60, generator=torch.Generator().manual_seed(5))
+    rows = [SamplingRow(params=params, seed=1, position=i) for i in range(4)]
+    expected = sample_rows(logits, rows)
+    logits[1, 3] = math.nan
+    logits[2] = -math.inf
+    results = sample_rows(logits, rows)
+    assert (results[0], results[3]) == (expected[0], expected[3])
+    assert isinstance(results[1], RequestError)
+    assert "1 of 60 logits at position 1 are NaN or inf" in str(results[1])
+    assert isinstance(results[2], RequestError)
+    assert "every logit at position 2 is -inf" in str(results[2])
+
+
+def test_a_row_with_nothing_left_fails_alone() -> None:
+    blocked = SamplingRow(params=GREEDY, seed=0, position=0, forbidden=range(5))
+    fine = SamplingRow(params=GREEDY, seed=0, position=0)
+    results = sample_rows(torch.zeros(2, 5), [blocked, fine])
+    assert isinstance(results[0], RequestError)
+    assert results[1] == SampledToken(0, None)
+
+
+def test_a_batch_leaves_the_logits_alone() -> None:
+    logits, rows = some_rows(3, 12)
+    before = logits.clone()
+    sample_rows(logits, rows)
+    assert torch.equal(logits, before)
+
+
+def test_logit_bias_moves_the_logit_before_penalties() -> None:
+    logits = torch.tensor([1.0, 0.0, 0.0])
+    params = SamplingParams(temperature=0, logit_bias={1: 1.5})
+    assert sample(logits, params, seed=0, position=0).token_id == 1
+    # 0 + 1.5 is positive, so repetition divides it: 1.5 / 2 < 1.
+    params = SamplingParams(temperature=0, logit_bias={1: 1.5}, repetition_penalty=2.0)
+    assert sample(logits, params, seed=0, position=0, prompt_token_ids=[1]).token_id == 0
+
+
+def test_a_bias_cannot_bring_back_a_forbidden_token() -> None:
+    params = SamplingParams(temperature=0, logit_bias={0: 100.0}, allowed_token_ids=[1, 2])
+    assert sample(torch.tensor([9.0, 0.0, 1.0]), params, seed=0, position=0).token_id == 2
+
+
+def test_only_allowed_tokens_are_drawn() -> None:
+    params = SamplingParams(allowed_token_ids=[3, 1])
+    logits = torch.tensor([5.0, 0.0, 4.0, 1.0])
+    tokens = {sample(logits, params, seed=0, position=p).token_id for p in range(100)}
+    assert tokens == {1, 3}
+    params = SamplingParams(temperature=0, allowed_token_ids=[3, 1])
+    assert sample(logits, params, seed=0, position=0).token_id == 3
+
+
+def test_a_bad_word_is_blocked_at_its_last_token() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, 3.0])
+
+    def greedy(output: list[int]) -> int:
+        words = ((1, 3), (2,))
+        token = sample(logits, GREEDY, seed=0, position=0, output_token_ids=output, bad_words=words)
+        return token.token_id
+
+    assert greedy([]) == 3
+    assert greedy([1]) == 1
+    assert greedy([1, 0]) == 3
+    assert greedy([0, 1]) == 1
+
+
+def test_a_grammar_mask_limits_the_draw() -> None:
+    mask = torch.tensor([False, True, False, True])
+    logits = torch.tensor([5.0, 0.0, 4.0, 1.0])
+    drawn = {
+        sample(logits, SamplingParams(), seed=0, position=p, grammar_mask_V=mask).token_id
+        for p in range(100)
+    }
+    assert drawn == {1, 3}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "params", "named"),
+    [
+        ({"grammar_mask_V": torch.zeros(3, dtype=torch.bool)}, {}, "structured_outputs forbids"),
+        (
+            {"forbidden": [1]},
+            {"allowed_token_ids": [1]},
+            "allowed_token_ids and min_tokens together forbid",
+        ),
+        ({"bad_words": ((0,), (1,), (2,))}, {}, "bad_words forbids"),
+        (
+            {"bad_words": ((2,),), "grammar_mask_V": torch.tensor([False, False, True])},
+            {"temperature": 0},
+            "bad_words and structured_outputs together forbid",
+        ),
+    ],
+)
+def test_what_forbids_every_token_is_named(
+    arguments: dict[str, Any], params: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(RequestError, match=named):
+        sample(torch.zeros(3), SamplingParams(**params), seed=0, position=0, **arguments)
+
+
+def test_processed_logprobs_are_those_of_what_is_drawn_from() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    params = SamplingParams(temperature=2.0, top_k=3, logprobs=4, logit_bias={2: 3.0})
+    token = sample(logits, params, seed=0, position=0, logprobs_mode="processed_logprobs")
+    kept = (torch.tensor([2.0, 1.0, 3.0]) / 2).log_softmax(0).tolist()
+    assert token.logprobs is not None
+    found = {entry.token_id: entry.logprob for entry in token.logprobs}
+    assert found == pytest.approx({0: kept[0], 1: kept[1], 2: kept[2]}, abs=1e-6)
+    ranks = {entry.token_id: entry.rank for entry in token.logprobs}
+    assert ranks == {2: 1, 0: 2, 1: 3}
+
+
+def test_processed_logprobs_of_greedy_rows_keep_the_temperature_out() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0])
+    plain = SamplingParams(temperature=0, logprobs=0)
+    changed = SamplingParams(temperature=0, logprobs=0, logit_bias={1: 2.0})
+    for params, expected in ((plain, logits), (changed, torch.tensor([2.0, 3.0, 0.0]))):
+        token = sample(logits, params, seed=0, position=0, logprobs_mode="processed_logprobs")
+        assert token.logprobs is not None
+        assert token.logprobs[0].logprob == float(expected.log_softmax(0).max())
+
+
+def test_the_whole_vocabulary_can_be_asked_for() -> None:
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(6))
+    token = sample(logits, SamplingParams(logprobs=-1), seed=0, position=0)
+    assert token.logprobs is not None
+    assert {entry.token_id for entry in token.logprobs} == set(range(40))
+    assert sorted(entry.rank for entry in token.logprobs) == list(range(1, 41))

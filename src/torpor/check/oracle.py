@@ -94,11 +94,13 @@ class Oracle:
 
     def _ask(self) -> tuple[Answer, ...]:
         prompts = list(self._prompts)
+        # The same schedule each time: nothing of an earlier answer is hit.
+        self._llm.reset_prefix_cache()
         if self._llm.get_tokenizer().chat_template is None:
-            outputs = self._llm.generate(prompts, self._params)
+            outputs = self._llm.generate(prompts, self._params, use_tqdm=False)
         else:
             conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
-            outputs = self._llm.chat(conversations, self._params)
+            outputs = self._llm.chat(conversations, self._params, use_tqdm=False)
         return tuple(map(_answer, prompts, outputs))
 
 

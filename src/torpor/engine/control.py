@@ -1,42 +1,50 @@
 """The half of an engine that sleeps: pause, sleep, wake, update, verify, close.
 
-Everything goes through one lock, and generation asks ``require_ready`` before every step.
+Everything takes its turn between two steps, and each step asks ``require_ready`` first. Pausing
+and sleeping are two things: a pause decides what becomes of requests, a sleep moves memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from torpor.engine.options import check_mode, resolve_level
+from torpor.engine.turns import Turns
 from torpor.errors import ArgumentError, AsleepError, StateError, TorporError
+from torpor.sleep.choices import tags_from
 from torpor.sleep.reports import SleepReport
 
 if TYPE_CHECKING:
     import torch
 
+    from torpor.cache.manager import KVCacheManager
+    from torpor.engine.core import EngineCore
     from torpor.sleep.reports import UpdateReport, VerifyReport, WakeReport
     from torpor.sleep.sleeper import Sleeper
     from torpor.sleep.source import WeightSource
 
     Pairs = Iterable[tuple[str, torch.Tensor]]
 
-_NEEDED_TAGS = ("weights", "kv_cache")
+_NEEDED_TAGS = ("weights", "kv_cache", "graphs")
 
 
 class SleepControl:
     """Sleeps and wakes one model. Calls may come from any thread."""
 
-    def __init__(self, name: str, sleeper: Sleeper) -> None:
+    def __init__(
+        self, name: str, sleeper: Sleeper, core: EngineCore, cache: KVCacheManager
+    ) -> None:
         """Take control of a sleeper that is awake; ``name`` is for messages."""
+        self.core = core
+        self.cache = cache
+        # Re-entrant: an update's pairs may come from a generator that asks for the status.
+        self.turns = Turns()
         self._name = name
         self._sleeper = sleeper
-        # Re-entrant: an update's pairs may come from a generator that asks for the status.
-        self._lock = threading.RLock()
         self._paused = False
         self._closed = False
 
@@ -54,22 +62,60 @@ class SleepControl:
         Args:
             level: 0 pauses generation only; 1 keeps host copies of the weights; 2 discards them.
             tags: which memory to release, None for all.
-            mode: what vLLM does with requests in flight. By the time this call has the lock
-                there are none, so all modes come to the same.
+            mode: what becomes of requests in flight. "abort" ends them, with finish reason
+                "abort"; "wait" computes them to their end first, and later ones wait; "keep"
+                freezes them: they go on after the wake, their prompts and tokens recomputed when
+                the KV cache was released.
 
         Raises:
             ArgumentError: unknown level, tag or mode; nothing has changed.
+            AsleepError: mode "wait", but the requests cannot go on; use another mode.
             ForeignWriteError: a weight was written outside the door; the model stays awake.
         """
         number = resolve_level(level)
         check_mode(mode)
-        with self._lock:
+        if number == 0 and tags is not None:
+            raise ArgumentError(f"tags is {tags!r}; level 0 pauses everything, leave tags out")
+        tags_from(tags)
+        with self.turns.take():
             self._require_open()
-            if number > 0:
+            self._settle_requests(mode)
+            if number == 0:
+                return self._pause()
+            try:
                 return self._sleeper.sleep(level=number, tags=tags)
-            if tags is not None:
-                raise ArgumentError(f"tags is {tags!r}; level 0 pauses everything, leave tags out")
-            return self._pause()
+            finally:
+                self.core.notice_epochs()
+
+    def pause_generation(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+        """Stop stepping until ``resume_generation``; memory stays as it is.
+
+        Args:
+            mode: what becomes of requests in flight, as for ``sleep``.
+            clear_cache: forget cached prefixes; kept requests are then recomputed.
+
+        Raises:
+            ArgumentError: unknown mode.
+            AsleepError: mode "wait", but the requests cannot go on.
+        """
+        check_mode(mode)
+        with self.turns.take():
+            self._require_open()
+            self._settle_requests(mode)
+            self._paused = True
+            if clear_cache:
+                self.core.scheduler.preempt_all()
+                self.cache.reset_prefix_cache()
+
+    def resume_generation(self) -> None:
+        """Step again, if nothing sleeps; fine when not paused."""
+        with self.turns.take():
+            self._require_open()
+            self._paused = False
+
+    def is_paused(self) -> bool:
+        """Whether generation is paused, by ``pause_generation`` or ``sleep(0)``. Never waits."""
+        return self._paused
 
     def wake_up(
         self, tags: Sequence[str] | None = None, *, reload: bool | None = None
@@ -86,9 +132,12 @@ class SleepControl:
             OutOfMemoryError: not enough memory; still asleep, can be retried.
             StateError: a reload would undo an update.
         """
-        with self._lock:
+        with self.turns.take():
             self._require_open()
-            report = self._sleeper.wake_up(tags, reload=reload)
+            try:
+                report = self._sleeper.wake_up(tags, reload=reload)
+            finally:
+                self.core.notice_epochs()
             if self._paused and not self._sleeper.is_sleeping:
                 self._paused = False
                 notices = (*report.notices, "generation resumed")
@@ -99,13 +148,14 @@ class SleepControl:
         """Whether any memory is released, or generation is paused. Never waits."""
         return not self._closed and (self._paused or self._sleeper.is_sleeping)
 
-    def release_kv_cache_memory(self) -> SleepReport:
-        """Release the KV cache alone; ``wake_up(["kv_cache"])`` brings it back."""
-        return self.sleep(level=1, tags=["kv_cache"])
+    def release_kv_cache_memory(self, mode: str = "abort") -> SleepReport:
+        """Release the KV cache alone; ``wake_up(["kv_cache"])`` brings it back. ``mode`` and errors
+        as for ``sleep``."""
+        return self.sleep(level=1, tags=["kv_cache"], mode=mode)
 
     def reload_weights(self) -> UpdateReport:
         """Read every weight from the model's own checkpoint again; undoes all updates."""
-        with self._lock:
+        with self.turns.take():
             self._require_open()
             return self._sleeper.reload_weights()
 
@@ -122,7 +172,7 @@ class SleepControl:
             WeightsError: a name, shape or dtype does not fit, or a value is NaN; the old weights
                 are back, or the error names what is invalid.
         """
-        with self._lock:
+        with self.turns.take():
             self._require_open()
             return self._sleeper.update_weights(source, version)
 
@@ -132,7 +182,7 @@ class SleepControl:
         Raises:
             StateError: one is open already, or the weights are asleep.
         """
-        with self._lock:
+        with self.turns.take():
             self._require_open()
             self._sleeper.begin_update(version)
 
@@ -143,7 +193,7 @@ class SleepControl:
             WeightsIncompleteError: the update leaves weights without content; more may follow.
             StateError: no update is open.
         """
-        with self._lock:
+        with self.turns.take():
             self._require_open()
             return self._sleeper.finish_update()
 
@@ -159,28 +209,40 @@ class SleepControl:
             WeightsError: as ``update_weights``; the whole update is undone.
             StateError: an earlier pair failed; ``begin_update`` says that this is a new start.
         """
-        with self._lock:
+        with self.turns.take():
             self._require_open()
             return self._sleeper.load_weights(pairs)
 
-    def reset_prefix_cache(self) -> bool:
-        """Finish an open update. Every request computes its whole prompt, so no prefix is kept.
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget every cached prefix, and finish an open update.
+
+        Not needed for correctness: what is cached is known by the epochs of weights and cache, and
+        is never found under others.
+
+        Args:
+            reset_running_requests: take the blocks from requests that run; they are recomputed.
 
         Returns:
-            True, always: there is nothing that could stay behind.
+            True, always: it succeeds or raises.
 
         Raises:
+            CacheInUseError: live requests hold blocks; the message says how many.
             WeightsIncompleteError: the update leaves weights without content.
         """
-        with self._lock:
+        with self.turns.take():
             self._require_open()
             if self._sleeper.update_is_open:
                 self._sleeper.finish_update()
+            self.core.notice_epochs()
+            self.core.sweep()
+            if reset_running_requests:
+                self.core.scheduler.preempt_all()
+            self.cache.reset_prefix_cache()
             return True
 
     def verify(self) -> VerifyReport:
         """Compare every owned tensor with the digest taken when its content became official."""
-        with self._lock:
+        with self.turns.take():
             self._require_open()
             return self._sleeper.verify()
 
@@ -193,9 +255,10 @@ class SleepControl:
     def close(self) -> None:
         """Let go of the model and its memory. Further calls raise StateError; closing again is
         fine."""
-        with self._lock:
+        with self.turns.take():
             if self._closed:
                 return
+            self.core.abort_all()
             self._closed = True
             # Nobody else holds the weights, so they need not move out of the memory that sleeps:
             # releasing it first makes closing a matter of milliseconds.
@@ -214,6 +277,22 @@ class SleepControl:
     ) -> None:
         self.close()
 
+    def _settle_requests(self, mode: str) -> None:
+        self.core.sweep()
+        if mode == "abort":
+            self.core.abort_all()
+        elif mode == "wait":
+            self._drain()
+
+    def _drain(self) -> None:
+        """Compute the present requests to their end; later ones wait."""
+        waited = self.core.requests
+        with self.core.scheduler.holding_back_new():
+            while not all(request.finished for request in waited):
+                self.core.step()
+                self.turns.pass_on()
+                self._require_open()
+
     def _pause(self) -> SleepReport:
         changed, self._paused = not self._paused, True
         return SleepReport(
@@ -229,8 +308,19 @@ class SleepControl:
         if self._closed:
             raise StateError(f"this LLM ({self._name}) is closed; make a new one")
 
+    def may_step(self) -> bool:
+        """Whether a step may run now: nothing is paused, asleep, invalid or being updated.
+
+        Raises:
+            StateError: closed, or the last wake could not prove its content.
+        """
+        self._require_open()
+        return not self._paused and self._sleeper.is_ready(*_NEEDED_TAGS)
+
     def _require_ready(self) -> None:
         self._require_open()
         if self._paused:
-            raise AsleepError("generation is paused by sleep(0); call wake_up() first")
+            raise AsleepError(
+                "generation is paused; call resume_generation(), or wake_up() after sleep(0)"
+            )
         self._sleeper.require_ready(*_NEEDED_TAGS)

@@ -41,6 +41,15 @@ class Detokenizer:
         """The text still held back, part of a character as U+FFFD. Call it once, at the end."""
         return self._advance(self._pending())
 
+    def mark(self) -> tuple[int, int, int]:
+        """The present state, for ``rewind``."""
+        return (len(self._ids), self._context, self._shown)
+
+    def rewind(self, mark: tuple[int, int, int]) -> None:
+        """Forget what was pushed and flushed after a mark."""
+        num_ids, self._context, self._shown = mark
+        del self._ids[num_ids:]
+
     def _pending(self) -> str:
         before = self._decode(self._context, self._shown)
         return self._decode(self._context, len(self._ids))[len(before) :]
@@ -94,6 +103,14 @@ class StopStrings:
         end, start, stop = min(found)
         self.text = self.text[: end if self._include else start]
         return stop
+
+    def mark(self) -> tuple[str, int]:
+        """The present state, for ``rewind``."""
+        return (self.text, self._searched)
+
+    def rewind(self, mark: tuple[str, int]) -> None:
+        """Forget what was pushed after a mark."""
+        self.text, self._searched = mark
 
     def certain_length(self) -> int:
         """How many characters of ``text`` no later stop string can take away."""

@@ -1,156 +1,81 @@
-"""``LLM``: a model that generates, sleeps and wakes, in one process, one call at a time."""
+"""``LLM``: the engine for code that calls and waits."""
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Generator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Unpack
 
-from torpor.engine.control import SleepControl
-from torpor.engine.generation import EndRules, GenerationLoop, Request
-from torpor.engine.kv import KVCache
-from torpor.engine.options import (
-    resolve_dtype,
-    resolve_max_model_len,
-    resolve_seed,
-    set_num_threads,
-)
-from torpor.engine.prompts import Prompt, PromptReader, params_for
-from torpor.engine.runner import ModelRunner
-from torpor.engine.sampler import child_seed
-from torpor.engine.text import Tokenizer
-from torpor.engine.watched_source import WatchedSource
-from torpor.errors import ArgumentError, CheckpointError, RequestError
-from torpor.model.load import build_model
-from torpor.model.resolve import resolve_model
-from torpor.sleep.building import building
-from torpor.sleep.sleeper import Sleeper
+from torpor.engine.args import EngineOptions, engine_args
+from torpor.engine.engine import Engine
+from torpor.engine.progress_bar import ProgressBar
+from torpor.engine.prompts import Prompt, params_for
+from torpor.engine.stream import Stream
+from torpor.errors import GenerationError, RequestError
 
 if TYPE_CHECKING:
-    import torch
-
-    from torpor.model.files import ModelFiles, Progress
+    from torpor.engine.request import Request
+    from torpor.engine.text import Tokenizer
     from torpor.outputs import RequestOutput
     from torpor.params import SamplingParams
 
     Params = SamplingParams | Sequence[SamplingParams] | None
-    Steps = Generator[str, None, RequestOutput]
 
 
-class LLM(SleepControl):
+class LLM(Engine):
     """A model with its tokenizer, its KV cache and its sleeper.
 
-    Calls may come from any thread; one lock lets them through one at a time. ``generate`` and
-    ``chat`` hold it until they return, so a ``sleep`` from another thread waits for them and finds
-    nothing in flight. ``stream`` holds it for each step only.
+    Calls may come from any thread. Threads that generate at the same time share each step; a
+    ``sleep`` or an update from another thread takes its turn between two steps.
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str],
-        *,
-        dtype: str | torch.dtype = "auto",
-        max_model_len: int | None = None,
-        seed: int = 0,
-        num_threads: int | None = None,
-        strict: bool = True,
-        spill_dir: str | Path | None = None,
-        poison: int | bool | None = None,
-        progress: Progress | None = None,
-        on_foreign_write: str = "error",
-        host_copy: str = "defer",
-        check_nan: bool = True,
-    ) -> None:
+    def __init__(self, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> None:
         """Load a model and leave it awake.
 
         Args:
             model: a name such as "smollm2", or a model folder.
-            dtype: what weights and KV cache are held and computed in; "auto" is float32.
-            max_model_len: positions for prompt and completion together; None for the smaller of
-                the model's context and 2048.
-            seed: where requests without a seed of their own get theirs from.
-            num_threads: threads torch computes with, in the whole process; None leaves it alone.
-            strict: refuse a model with tensors that no owner declared.
-            spill_dir: folder for host copies that no checkpoint file can serve as.
-            poison: fill memory that comes back with NaN patterns before it is restored; None asks
-                the environment, see ``Sleeper``.
-            progress: told of the stages of ``resolve_model`` and then of ``load``.
-            on_foreign_write: what sleep does when a weight was written outside the door.
-            host_copy: when changed weights are copied to the host, see ``Sleeper``.
-            check_nan: refuse weights that contain NaN.
+            options: see `EngineArgs`.
 
         Raises:
             ArgumentError, ConfigError: an argument or the model's config cannot be used.
             ModelNotFoundError, CheckpointError, WeightsError: the model cannot be loaded.
             OutOfMemoryError: it does not fit.
         """
-        self._seed = resolve_seed(seed)
-        torch_dtype = resolve_dtype(dtype)
-        set_num_threads(num_threads)
-        if not isinstance(model, str | os.PathLike):
-            raise ArgumentError(f"model is {model!r}; give a name or the path of a folder")
-        files = resolve_model(model, progress=progress)
-        config = files.config
-        length = resolve_max_model_len(max_model_len, config.max_position_embeddings)
-        self._tokenizer = _tokenizer(files)
-        source = WatchedSource(files.source, progress)
-        with building() as records:
-            module = build_model(files, torch_dtype)
-        sleeper = Sleeper(
-            module,
-            reload=source,
-            slices=module.slice_table(),
-            records=records,
-            spill_dir=spill_dir,
-            poison=poison,
-            strict=strict,
-            on_foreign_write=on_foreign_write,
-            host_copy=host_copy,
-            check_nan=check_nan,
-        )
-        super().__init__(str(model), sleeper)
-        try:
-            self._kv = KVCache.allocate(sleeper, config, length, torch_dtype)
-            sleeper.reload_weights()
-            source.unwatch()
-        except BaseException:
-            self.close()
-            raise
-        own_eos = self._tokenizer.eos_token_id
-        eos = frozenset(config.eos_token_ids) | ({own_eos} if own_eos is not None else set())
-        rules = EndRules(eos_token_ids=eos, max_model_len=length)
-        runner = ModelRunner(module, self._kv, sleeper=sleeper, ready=self._require_ready)
-        self._loop = GenerationLoop(runner, self._tokenizer, rules)
-        self._reader = PromptReader(self._tokenizer, config.vocab_size, length)
-        self._request_ids = itertools.count()
+        super().__init__(engine_args(model, options))
 
     def generate(
-        self, prompts: object, sampling_params: Params = None, *, use_tqdm: bool = False
+        self,
+        prompts: object,
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts.
+        """Complete prompts, computed together.
 
         Args:
             prompts: a string, a list of token ids, ``{"prompt": str}``,
                 ``{"prompt_token_ids": ids}``, or a list of any of these.
             sampling_params: one for all prompts, or a list with one for each; None for the
                 defaults of ``SamplingParams``.
-            use_tqdm: accepted for code written for vLLM; no bar is drawn.
+            use_tqdm: draw a progress bar, if standard error is a terminal.
+            priority: one number per prompt, lower first; read by the priority policy.
 
         Returns:
-            One output per prompt, in the order of the prompts.
+            One output per prompt, in the order of the prompts. A ``sleep`` in mode "abort" from
+            another thread ends completions early: their finish reason is "abort".
 
         Raises:
             RequestError: a prompt or a parameter is refused; nothing has run.
             PromptTooLongError: a prompt does not fit; nothing has run.
             AsleepError: asleep or paused; call ``wake_up()``.
             WeightsIncompleteError: weights are missing; reload or update them.
+            GenerationError: a request failed while it ran; ``outputs`` holds all answers.
         """
-        with self._lock:
+        with self.turns.take():
             self._require_open()
-            read = self._reader.read_all(prompts)
-            return self._run_all(read, params_for(sampling_params, len(read)))
+            read = self.reader.read_all(prompts)
+            return self._run_all(read, params_for(sampling_params, len(read)), use_tqdm, priority)
 
     def chat(
         self,
@@ -159,7 +84,7 @@ class LLM(SleepControl):
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
-        use_tqdm: bool = False,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer conversations, through the model's chat template.
 
@@ -169,12 +94,12 @@ class LLM(SleepControl):
             sampling_params: as for ``generate``, per conversation.
             chat_template: Jinja source to use instead of the model's own.
             add_generation_prompt: end the prompt with the header of the assistant's turn.
-            use_tqdm: accepted for code written for vLLM; no bar is drawn.
+            use_tqdm: draw a progress bar, if standard error is a terminal.
 
         Returns, raises:
             As ``generate``; messages that the template refuses are a RequestError.
         """
-        with self._lock:
+        with self.turns.take():
             self._require_open()
             read = [
                 self._read_chat(
@@ -182,9 +107,9 @@ class LLM(SleepControl):
                 )
                 for conversation in _conversations(messages)
             ]
-            return self._run_all(read, params_for(sampling_params, len(read)))
+            return self._run_all(read, params_for(sampling_params, len(read)), use_tqdm)
 
-    def stream(self, prompt: object, sampling_params: SamplingParams | None = None) -> Steps:
+    def stream(self, prompt: object, sampling_params: SamplingParams | None = None) -> Stream:
         """Complete one prompt and hand out the text as it comes.
 
         Args:
@@ -192,16 +117,14 @@ class LLM(SleepControl):
             sampling_params: with ``n=1``.
 
         Returns:
-            A generator of pieces of text; its return value is the finished output. Between two
-            pieces the model may be put to sleep or used otherwise: then the stream raises
-            AsleepError or StateError at its next step.
+            An iterator of pieces of text, see `Stream`.
 
         Raises:
             RequestError: at once, as ``generate``.
         """
-        with self._lock:
+        with self.turns.take():
             self._require_open()
-            return self._stream(self._reader.read_all(prompt), sampling_params)
+            return self._stream(self.reader.read_all(prompt), sampling_params)
 
     def stream_chat(
         self,
@@ -209,59 +132,75 @@ class LLM(SleepControl):
         sampling_params: SamplingParams | None = None,
         *,
         chat_template: str | None = None,
-    ) -> Steps:
+    ) -> Stream:
         """Answer one conversation and hand out the text as it comes; else as ``stream``."""
-        with self._lock:
+        with self.turns.take():
             self._require_open()
             read = self._read_chat(messages, chat_template, add_generation_prompt=True)
             return self._stream([read], sampling_params)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self._tokenizer
+        return self.tokenizer
 
-    def status(self) -> dict[str, Any]:
-        """Facts about the model and its memory, JSON-able; sizes in bytes. Never waits for a
-        generation."""
-        return {
-            "max_model_len": self._kv.capacity,
-            "kv_cache_bytes": self._kv.nbytes,
-            **super().status(),
-        }
-
-    def _run_all(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[RequestOutput]:
-        for entry in params:
-            self._reader.check_params(entry)
-        if prompts:
+    def _run_all(
+        self,
+        prompts: list[Prompt],
+        params: list[SamplingParams],
+        use_tqdm: bool,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        ranks = _priorities(priority, len(prompts))
+        requests = [
+            self.prepare(prompt, entry, priority=rank)
+            for prompt, entry, rank in zip(prompts, params, ranks, strict=True)
+        ]
+        if requests:
             self._require_ready()
-        requests = [self._request(*pair) for pair in zip(prompts, params, strict=True)]
-        return [_finished(self._loop.steps(request)) for request in requests]
+        self._run(requests, use_tqdm)
+        outputs = [self.output(request) for request in requests]
+        errors = [request.error for request in requests if request.error is not None]
+        if errors:
+            raise GenerationError(
+                f"{len(errors)} of {len(requests)} requests failed, the first with: {errors[0]}; "
+                "the error's outputs hold every answer",
+                outputs,
+            ) from errors[0]
+        return outputs
 
-    def _stream(self, prompts: list[Prompt], params: SamplingParams | None) -> Steps:
+    def _run(self, requests: list[Request], use_tqdm: bool) -> None:
+        """Step until all are finished, giving others their turn in between."""
+        bar = ProgressBar(len(requests), wanted=use_tqdm)
+        names = [request.request_id for request in requests]
+        own = {request.number for request in requests}
+
+        def is_done() -> bool:
+            return all(request.finished for request in requests)
+
+        try:
+            for request in requests:
+                self.submit(request)
+            while not is_done():
+                self.turns.wait_until(lambda: is_done() or self.may_step())
+                if not is_done():
+                    touched = self.core.step()
+                    bar.update(sum(entry.finished and entry.number in own for entry in touched))
+                    self.turns.pass_on()
+        finally:
+            # Ctrl-C, or a step that failed: what is left must not run for nobody.
+            self.core.abort(names)
+            bar.close()
+
+    def _stream(self, prompts: list[Prompt], params: SamplingParams | None) -> Stream:
         if len(prompts) != 1:
             raise RequestError(f"a stream takes one prompt, not {len(prompts)}; use generate")
         (entry,) = params_for(params, 1)
         if entry.n != 1:
             raise RequestError(f"n is {entry.n}; a stream has one completion, use generate")
-        self._reader.check_params(entry)
+        request = self.prepare(prompts[0], entry)
         self._require_ready()
-        return self._locked(self._loop.steps(self._request(prompts[0], entry)))
-
-    def _locked(self, steps: Steps) -> Steps:
-        while True:
-            with self._lock:
-                try:
-                    text = next(steps)
-                except StopIteration as done:
-                    output: RequestOutput = done.value
-                    return output
-            if text:
-                yield text
-
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        number = next(self._request_ids)
-        seed = child_seed(self._seed, number + 1) if params.seed is None else params.seed
-        return Request(request_id=str(number), prompt=prompt, params=params, seed=seed)
+        self.submit(request)
+        return Stream(self, request)
 
     def _read_chat(
         self,
@@ -270,18 +209,10 @@ class LLM(SleepControl):
         *,
         add_generation_prompt: bool,
     ) -> Prompt:
-        text = self._tokenizer.apply_chat_template(
+        text = self.tokenizer.apply_chat_template(
             messages, chat_template=template, add_generation_prompt=add_generation_prompt
         )
-        return self._reader.read_chat(text, "the conversation")
-
-
-def _tokenizer(files: ModelFiles) -> Tokenizer:
-    if files.tokenizer_json is None:
-        raise CheckpointError(
-            f"{files.folder} has no tokenizer.json; add the file of the model's tokenizer"
-        )
-    return Tokenizer(files.tokenizer_json, files.tokenizer_config_json, files.chat_template)
+        return self.reader.read_chat(text, "the conversation")
 
 
 def _conversations(messages: Sequence[Any]) -> list[Any]:
@@ -292,11 +223,10 @@ def _conversations(messages: Sequence[Any]) -> list[Any]:
     return [messages]
 
 
-def _finished(steps: Steps) -> RequestOutput:
-    """Run a request to its end."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as done:
-            output: RequestOutput = done.value
-            return output
+def _priorities(priority: Sequence[int] | None, num_prompts: int) -> list[int]:
+    if priority is None:
+        return [0] * num_prompts
+    numbers = list(priority)
+    if len(numbers) != num_prompts or not all(type(number) is int for number in numbers):
+        raise RequestError(f"priority is {numbers!r}; give one whole number per prompt")
+    return numbers

@@ -95,6 +95,34 @@ def check_mode(mode: object) -> None:
         raise ArgumentError(f"mode is {mode!r}; give one of {', '.join(map(repr, MODES))}")
 
 
+ON_ASLEEP = ("queue", "reject", "wake")
+"""What becomes of a request that comes while the model is asleep."""
+
+
+def check_on_asleep(policy: object) -> str:
+    """Check what becomes of requests that come while the model is asleep.
+
+    Raises:
+        ArgumentError: not one of ``ON_ASLEEP``.
+    """
+    if policy not in ON_ASLEEP:
+        raise ArgumentError(
+            f"on_asleep is {policy!r}; give one of {', '.join(map(repr, ON_ASLEEP))}"
+        )
+    return str(policy)
+
+
+def check_timeout(name: str, seconds: object) -> float:
+    """Check a length of time in seconds.
+
+    Raises:
+        ArgumentError: not a number above 0.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise ArgumentError(f"{name} is {seconds!r}; give a number of seconds above 0")
+    return float(seconds)
+
+
 def set_num_threads(num_threads: object) -> None:
     """Set torch's number of threads, for the whole process; None leaves it alone.
 

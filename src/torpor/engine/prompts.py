@@ -33,7 +33,9 @@ class PromptReader:
     vocab_size: int
     """Ids at or above this one have no embedding row."""
     max_model_len: int
-    """Positions that the KV cache holds, prompt and completion together."""
+    """Positions of prompt and completion together."""
+    max_logprobs: int = 20
+    """The most log probabilities per token that a request may ask for; -1 for no limit."""
 
     def read_all(self, prompts: object) -> list[Prompt]:
         """Read ``generate``'s argument.
@@ -65,14 +67,21 @@ class PromptReader:
         """Refuse parameters that this model cannot follow.
 
         Raises:
-            RequestError: a stop token id is outside the vocabulary.
+            RequestError: a token id is outside the vocabulary, or more log probabilities are asked
+                for than the engine gives.
         """
-        for token_id in params.stop_token_ids or ():
-            if token_id >= self.vocab_size:
-                raise RequestError(
-                    f"stop_token_ids holds {token_id}, but the vocabulary has {self.vocab_size} "
-                    "tokens; remove it"
-                )
+        params.check_token_ids(self.vocab_size)
+        for name in ("logprobs", "prompt_logprobs"):
+            self._check_logprobs(name, getattr(params, name))
+
+    def _check_logprobs(self, name: str, count: int | None) -> None:
+        if count is None or self.max_logprobs == -1:
+            return
+        if count == -1 or count > self.max_logprobs:
+            raise RequestError(
+                f"{name} is {count}, and this engine gives at most {self.max_logprobs} per token; "
+                "lower it, or raise max_logprobs"
+            )
 
     def _read(self, prompt: object, name: str) -> Prompt:
         if isinstance(prompt, str):

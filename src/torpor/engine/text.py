@@ -63,6 +63,10 @@ class Tokenizer:
         """Id of the token that ends a text, if the model has one."""
         return self._special_id("eos_token")
 
+    def to_json(self) -> str:
+        """The tokenizer itself, as tokenizer.json holds it."""
+        return str(self._backend.to_str())
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.
 

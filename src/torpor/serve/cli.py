@@ -15,6 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from torpor.check.version import torpor_version
+from torpor.serve.bench_commands import bench_app
 from torpor.serve.exits import INTERRUPTED, OK, USAGE, end
 from torpor.serve.terminal import Terminal
 
@@ -26,6 +27,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_app, name="bench")
 
 Model = Annotated[
     str, typer.Option("--model", "-m", help="smollm2, a model folder, or a .gguf file.")

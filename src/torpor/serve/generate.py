@@ -98,7 +98,7 @@ def _read_stdin() -> str:
 
 def _complete(terminal: Terminal, llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
     if not terminal.streams:
-        (output,) = llm.generate(prompt, params)
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
         if not terminal.json_wanted:
             terminal.write(output.outputs[0].text + "\n")
         return output

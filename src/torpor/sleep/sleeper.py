@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from torpor.errors import StateError
+from torpor.errors import AsleepError, StateError, WeightsIncompleteError
 from torpor.sleep import choices, falling, status, waking
 from torpor.sleep.audit import AuditReport, audit
 from torpor.sleep.classes import OwnershipClass
@@ -272,6 +272,25 @@ class Sleeper(SleeperCore):
             FaultedError: the last wake could not prove its content.
         """
         self._require_ready(tags or self._context.ledger.tags())
+
+    def is_ready(self, *tags: str) -> bool:
+        """Whether the tags are mapped and valid and no update is open; changes nothing.
+
+        Raises:
+            FaultedError: the last wake could not prove its content.
+        """
+        with self._lock:
+            self._require_not_faulted()
+            try:
+                status.require_ready(self._context, tags)
+            except (AsleepError, WeightsIncompleteError):
+                return False
+            return not self._door.is_open
+
+    @property
+    def poisons(self) -> bool:
+        """Whether memory that comes back is filled with NaN patterns first."""
+        return self._context.poison is not None
 
     def verify(self) -> VerifyReport:
         """Compare every owned tensor that has a digest, and memory, with its official content.

@@ -1,0 +1,209 @@
+"""A soak of the asynchronous engine: random load, a sleep every few seconds, every answer compared.
+
+Run: python benchmarks/soak_cpu.py [--minutes 10] [--model smollm2] [--json FILE]
+
+First every case (a prompt and its parameters) is answered alone, with nothing cached. Then clients
+send random cases for the given time, some leaving early, while a keeper puts the model to sleep at
+random levels, tags and modes, wakes it in random order, reloads the weights and resets the prefix
+cache. Every answer that ended by itself must be the reference's, token by token. Where it differs,
+it counts as a tie only if the log probabilities of both tokens there are closer than 1e-4. Resident
+memory is compared asleep, at the start and at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torpor
+from torpor.check.bench_scene import load_average, scene_since
+from torpor.errors import AsleepError
+from torpor.outputs import RequestOutput
+from torpor.params import SamplingParams
+from torpor.sleep.procfs import process_rss_bytes
+
+TIE = 1e-4
+NUM_CASES = 24
+NUM_CLIENTS = 6
+WARM_UP = 0.15
+"""Share of the sleeps that the memory of the end is not compared with."""
+
+Case = tuple[list[int], SamplingParams]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    load_before = load_average()
+    soak = Soak(options.model, options.seed, options.threads)
+    asyncio.run(soak.run(options.minutes * 60))
+    result = {
+        **soak.result(),
+        **scene_since(load_before).to_dict(),
+        "poison": os.environ.get("TORPOR_POISON"),
+    }
+    text = json.dumps(result, indent=1)
+    print(text)
+    if options.json:
+        options.json.write_text(text + "\n")
+    raise SystemExit(0 if result["ok"] else 1)
+
+
+def cases(vocab_size: int, seed: int) -> list[Case]:
+    rng = random.Random(seed)
+    shared = [[rng.randrange(100, vocab_size) for _ in range(length)] for length in (48, 90)]
+    made = []
+    for index in range(NUM_CASES):
+        prompt = [*rng.choice([[], *shared])]
+        prompt += [rng.randrange(100, vocab_size) for _ in range(rng.randint(1, 60))]
+        common: dict[str, Any] = {
+            "max_tokens": rng.randint(4, 40),
+            "ignore_eos": True,
+            "logprobs": 1,
+        }
+        if index % 3:
+            params = SamplingParams(temperature=0, **common)
+        else:
+            params = SamplingParams(temperature=0.8, top_p=0.9, seed=index, **common)
+        made.append((prompt, params))
+    return made
+
+
+class Soak:
+    """The engine, its clients and its keeper."""
+
+    def __init__(self, model: str, seed: int, threads: int) -> None:
+        self._model, self._seed, self._threads = model, seed, threads
+        self._rng = random.Random(seed + 1)
+        self._options: dict[str, Any] = {"max_model_len": 512, "num_threads": threads}
+        self.counts: dict[str, int] = {}
+        self.wrong: list[dict[str, Any]] = []
+        self.asleep_rss_bytes: list[int] = []
+        self._sent = 0
+
+    async def run(self, duration_s: float) -> None:
+        with torpor.LLM(self._model, enable_prefix_caching=False, **self._options) as llm:
+            vocab_size = llm.get_tokenizer().vocab_size
+            self._cases = cases(vocab_size, self._seed)
+            self._expected = [llm.generate([prompt], params)[0] for prompt, params in self._cases]
+        # 200 blocks: a few clients fill them, so that some are preempted.
+        async with torpor.AsyncLLM(
+            self._model, num_gpu_blocks_override=200, max_num_batched_tokens=128, **self._options
+        ) as engine:
+            self._until = time.monotonic() + duration_s
+            await asyncio.gather(
+                self._keep(engine), *(self._ask(engine) for _ in range(NUM_CLIENTS))
+            )
+            assert engine.get_num_unfinished_requests() == 0
+            await engine.reset_prefix_cache()
+            self.status = engine.status()
+            self.verified = (await engine.verify()).ok
+
+    async def _ask(self, engine: torpor.AsyncLLM) -> None:
+        while time.monotonic() < self._until:
+            index = self._rng.randrange(NUM_CASES)
+            prompt, params = self._cases[index]
+            leave_after = self._rng.randint(1, 5) if self._rng.random() < 0.1 else None
+            self._sent += 1
+            output: RequestOutput | None = None
+            num_outputs = 0
+            async for output in engine.generate(prompt, params, priority=self._rng.randrange(3)):
+                num_outputs += 1
+                if num_outputs == leave_after:
+                    break
+            assert output is not None
+            self._judge(index, output)
+
+    def _judge(self, index: int, output: RequestOutput) -> None:
+        completion, expected = output.outputs[0], self._expected[index].outputs[0]
+        kind = completion.finish_reason or "left"
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        pairs = zip(completion.token_ids, expected.token_ids, strict=False)
+        different = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
+        whole = kind in ("abort", "left") or len(completion.token_ids) == len(expected.token_ids)
+        if different is None and whole:
+            return
+        if different is not None and _is_tie(completion, expected, different):
+            self.counts["tie"] = self.counts.get("tie", 0) + 1
+            return
+        self.wrong.append({"case": index, "at": different, "finish_reason": kind})
+
+    async def _keep(self, engine: torpor.AsyncLLM) -> None:
+        while time.monotonic() < self._until:
+            await asyncio.sleep(self._rng.uniform(0.5, 4.0))
+            what = self._rng.random()
+            if what < 0.08:
+                await engine.reload_weights()
+                self._count("reload")
+            elif what < 0.16:
+                await engine.reset_prefix_cache(reset_running_requests=True)
+                self._count("reset")
+            else:
+                await self._nap(engine)
+
+    async def _nap(self, engine: torpor.AsyncLLM) -> None:
+        level = self._rng.choice([0, 1, 1, 2, 2])
+        mode = self._rng.choice(["keep", "keep", "wait", "abort"])
+        tags = (
+            self._rng.choice([None, None, ["kv_cache"], ["weights"], ["graphs"]]) if level else None
+        )
+        try:
+            await engine.sleep(level, tags, mode)
+        except AsleepError:
+            self._count("refused")
+            return
+        self._count(f"sleep {level} {mode}")
+        if level and tags is None:
+            await asyncio.sleep(0.05)
+            self.asleep_rss_bytes.append(process_rss_bytes())
+        orders: list[list[list[str] | None]] = [[None], [["weights"], None], [["kv_cache"], None]]
+        for part in self._rng.choice(orders) if level else [None]:
+            await engine.wake_up(part)
+
+    def _count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    def result(self) -> dict[str, Any]:
+        """Everything that was seen, and whether it is as it must be."""
+        rss = self.asleep_rss_bytes[int(len(self.asleep_rss_bytes) * WARM_UP) :]
+        third = max(1, len(rss) // 3)
+        first, last = statistics.median(rss[:third]), statistics.median(rss[-third:])
+        growth = last / first - 1
+        return {
+            "model": self._model,
+            "sent": self._sent,
+            "counts": self.counts,
+            "wrong": self.wrong,
+            "num_steps": self.status["num_steps"],
+            "num_preemptions": self.status["num_preemptions"],
+            "num_prefix_hit_tokens": self.status["num_prefix_hit_tokens"],
+            "kv_cache_usage_at_end": self.status["kv_cache_usage"],
+            "asleep_rss_bytes": {"first_third": first, "last_third": last, "growth": growth},
+            "verified": self.verified,
+            "ok": not self.wrong and growth <= 0.01 and self.verified,
+        }
+
+
+def _is_tie(found: Any, expected: Any, at: int) -> bool:
+    """Whether both tokens are as likely as each other in the reference, to the last bits."""
+    entries = expected.logprobs[at]
+    ours, theirs = found.token_ids[at], expected.token_ids[at]
+    if ours not in entries:
+        return False
+    return abs(entries[ours].logprob - entries[theirs].logprob) < TIE
+
+
+if __name__ == "__main__":
+    main()

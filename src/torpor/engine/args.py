@@ -1,0 +1,154 @@
+"""Everything that can be chosen about an engine, with names and defaults as in vLLM."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from torpor.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from torpor.engine.logprobs import LogprobsMode
+    from torpor.model.files import Progress
+
+
+class EngineOptions(TypedDict, total=False):
+    """The keywords of ``LLM`` and ``AsyncLLM``; `EngineArgs` says what they mean."""
+
+    dtype: str | torch.dtype
+    max_model_len: int | None
+    seed: int
+    num_threads: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    long_prefill_token_threshold: int
+    block_size: int
+    kv_cache_memory_bytes: int | None
+    num_gpu_blocks_override: int | None
+    enable_prefix_caching: bool
+    batch_invariant: bool
+    max_logprobs: int
+    logprobs_mode: LogprobsMode
+    scheduling_policy: str
+    strict: bool
+    spill_dir: str | Path | None
+    poison: int | bool | None
+    progress: Progress | None
+    on_foreign_write: str
+    host_copy: str
+    check_nan: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArgs:
+    """How to load and run a model."""
+
+    model: str | os.PathLike[str]
+    """A name such as "smollm2", or a model folder."""
+    dtype: str | torch.dtype = "auto"
+    """What weights and KV cache are held and computed in; "auto" is float32."""
+    max_model_len: int | None = None
+    """Positions for prompt and completion together; None for the smaller of the model's context
+    and 2048."""
+    seed: int = 0
+    """Where requests without a seed of their own get theirs from."""
+    num_threads: int | None = None
+    """Threads torch computes with, in the whole process; None leaves it alone."""
+    max_num_seqs: int = 64
+    """The most completions computed at a time."""
+    max_num_batched_tokens: int | None = None
+    """The most new tokens of a step; longer prompts are computed in chunks. None for 2048, or for
+    ``max_num_seqs`` if that is more."""
+    long_prefill_token_threshold: int = 0
+    """The most tokens of one prompt in a step while others wait; 0 for half of the step."""
+    block_size: int = 16
+    """Positions in a block of the KV cache, the unit of sharing."""
+    kv_cache_memory_bytes: int | None = None
+    """Size of the KV cache; None for what ``max_num_seqs`` prompts of full length need, at most
+    1 GiB, at least one prompt of full length."""
+    num_gpu_blocks_override: int | None = None
+    """Size of the KV cache in blocks, on any device; wins over the size in bytes."""
+    enable_prefix_caching: bool = True
+    """Whether prompts that begin alike share what was computed for the beginning."""
+    batch_invariant: bool = False
+    """Compute so that the bits of an answer do not depend on what runs beside it; slower."""
+    max_logprobs: int = 20
+    """The most log probabilities per token that a request may ask for; -1 for no limit."""
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    """Of the model's logits, or "processed_logprobs": of what is sampled from."""
+    scheduling_policy: str = "fcfs"
+    """By arrival, or "priority": by the requests' priority first."""
+    strict: bool = True
+    """Refuse a model with tensors that no owner declared."""
+    spill_dir: str | Path | None = None
+    """Folder for host copies that no checkpoint file can serve as."""
+    poison: int | bool | None = None
+    """Fill memory that comes back with NaN patterns before it is restored, and freed blocks too;
+    None asks the environment, see ``Sleeper``."""
+    progress: Progress | None = None
+    """Told of the stages of loading."""
+    on_foreign_write: str = "error"
+    """What sleep does when a weight was written outside the door."""
+    host_copy: str = "defer"
+    """When changed weights are copied to the host, see ``Sleeper``."""
+    check_nan: bool = True
+    """Refuse weights that contain NaN."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str | os.PathLike):
+            raise ArgumentError(f"model is {self.model!r}; give a name or the path of a folder")
+        for name, low in _INTEGERS.items():
+            _check_integer(name, getattr(self, name), low)
+        for name in ("enable_prefix_caching", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(f"{name} is {getattr(self, name)!r}; give True or False")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                known = " or ".join(map(repr, choices))
+                raise ArgumentError(f"{name} is {getattr(self, name)!r}; give {known}")
+
+
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+"""New tokens of a step unless asked otherwise."""
+
+_INTEGERS = {
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "long_prefill_token_threshold": 0,
+    "block_size": 1,
+    "kv_cache_memory_bytes": 1,
+    "num_gpu_blocks_override": 2,
+    "max_logprobs": -1,
+}
+_OPTIONAL = {"max_num_batched_tokens", "kv_cache_memory_bytes", "num_gpu_blocks_override"}
+_CHOICES = {
+    "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
+    "scheduling_policy": ("fcfs", "priority"),
+}
+
+
+def engine_args(model: object, options: EngineOptions) -> EngineArgs:
+    """Check a constructor's arguments.
+
+    Raises:
+        ArgumentError: an unknown name, or a value of the wrong type or out of range.
+    """
+    known = [field.name for field in fields(EngineArgs) if field.name != "model"]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ArgumentError(f"unknown argument {unknown[0]!r}; known are {', '.join(known)}")
+    values: dict[str, Any] = {"model": model, **options}
+    return EngineArgs(**values)
+
+
+def _check_integer(name: str, value: object, low: int) -> None:
+    if value is None and name in _OPTIONAL:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        also = ", or None" if name in _OPTIONAL else ""
+        raise ArgumentError(f"{name} is {value!r}; give a whole number of at least {low}{also}")

@@ -1,0 +1,181 @@
+"""From arguments to the parts of an engine: files, module, sleeper, cache, runner, core."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from torpor.cache.manager import Epochs, KVCacheManager
+from torpor.engine.args import DEFAULT_MAX_NUM_BATCHED_TOKENS, EngineArgs
+from torpor.engine.completion import EndRules
+from torpor.engine.core import EngineCore
+from torpor.engine.grammar import GrammarCompiler
+from torpor.engine.inputs import InputBuffers
+from torpor.engine.kv_cache import KVCacheMemory, allocate_kv_cache
+from torpor.engine.options import (
+    resolve_dtype,
+    resolve_max_model_len,
+    resolve_seed,
+    set_num_threads,
+)
+from torpor.engine.runner import ModelRunner
+from torpor.engine.scheduler import Scheduler, SchedulerConfig
+from torpor.engine.text import Tokenizer
+from torpor.engine.watched_source import WatchedSource
+from torpor.errors import CheckpointError
+from torpor.model.layers import use_linear_kernel
+from torpor.model.linear_kernels import linear_kernel
+from torpor.model.load import build_model
+from torpor.model.resolve import resolve_model
+from torpor.model.torch_attention import TorchAttention
+from torpor.sleep.building import building
+from torpor.sleep.classes import OwnershipClass
+from torpor.sleep.sleeper import Sleeper
+
+if TYPE_CHECKING:
+    from torpor.model.decoder import DecoderForCausalLM
+    from torpor.model.files import ModelFiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What an engine is made of."""
+
+    sleeper: Sleeper
+    core: EngineCore
+    cache: KVCacheManager
+    memory: KVCacheMemory
+    tokenizer: Tokenizer
+    rules: EndRules
+    vocab_size: int
+    grammars: Callable[[], GrammarCompiler]
+    """Made on the first call: it takes a library and time that most requests do not need."""
+
+
+def load_parts(args: EngineArgs, *, ready: Callable[[], None]) -> Parts:
+    """Load a model and leave it awake, with everything around it.
+
+    Args:
+        args: what to load and how.
+        ready: called before each step; raises unless it may run.
+
+    Raises:
+        ArgumentError, ConfigError: an argument or the model's config cannot be used.
+        ModelNotFoundError, CheckpointError, WeightsError: the model cannot be loaded.
+        OutOfMemoryError: it does not fit.
+    """
+    resolve_seed(args.seed)
+    dtype = resolve_dtype(args.dtype)
+    set_num_threads(args.num_threads)
+    files = resolve_model(args.model, progress=args.progress)
+    config = files.config
+    length = resolve_max_model_len(args.max_model_len, config.max_position_embeddings)
+    tokenizer = _tokenizer(files)
+    source = WatchedSource(files.source, args.progress)
+    with building() as records:
+        module = build_model(files, dtype)
+    sleeper = Sleeper(
+        module,
+        reload=source,
+        slices=module.slice_table(),
+        records=records,
+        spill_dir=args.spill_dir,
+        poison=args.poison,
+        strict=args.strict,
+        on_foreign_write=args.on_foreign_write,
+        host_copy=args.host_copy,
+        check_nan=args.check_nan,
+    )
+    try:
+        memory = allocate_kv_cache(
+            sleeper, args, module.attention_specs(), max_model_len=length, dtype=dtype
+        )
+        core, cache = _core(args, module, sleeper, memory, length, ready)
+        sleeper.reload_weights()
+        source.unwatch()
+    except BaseException:
+        sleeper.close(discard=True)
+        raise
+    own_eos = tokenizer.eos_token_id
+    eos = frozenset(config.eos_token_ids) | ({own_eos} if own_eos is not None else set())
+    return Parts(
+        sleeper=sleeper,
+        core=core,
+        cache=cache,
+        memory=memory,
+        tokenizer=tokenizer,
+        rules=EndRules(eos_token_ids=eos, max_model_len=length),
+        vocab_size=config.vocab_size,
+        grammars=functools.cache(lambda: GrammarCompiler(tokenizer, config.vocab_size, eos)),
+    )
+
+
+def _core(
+    args: EngineArgs,
+    module: DecoderForCausalLM,
+    sleeper: Sleeper,
+    memory: KVCacheMemory,
+    max_model_len: int,
+    ready: Callable[[], None],
+) -> tuple[EngineCore, KVCacheManager]:
+    def scratch(shape: Sequence[int], dtype: torch.dtype, name: str) -> torch.Tensor:
+        return sleeper.allocate(shape, dtype, name=name, cls=OwnershipClass.SCRATCH)
+
+    def poison(block_ids: Sequence[int]) -> None:
+        # Blocks are given back while asleep too, when there is nothing to fill.
+        if sleeper.tag_states["kv_cache"] != "released":
+            memory.poison(block_ids)
+
+    kernel = linear_kernel(memory.kv.dtype, batch_invariant=args.batch_invariant, allocate=scratch)
+    use_linear_kernel(module, kernel)
+    attention = TorchAttention(
+        memory.kv, memory.layout, allocate=scratch, batch_invariant=args.batch_invariant
+    )
+    cache = KVCacheManager(
+        memory.specs,
+        memory.num_blocks,
+        epochs=lambda: Epochs(weights=sleeper.weights_epoch, kv=sleeper.kv_epoch),
+        enable_prefix_caching=args.enable_prefix_caching,
+        clear_fresh=attention.capabilities.reads_past_length,
+        on_free=poison if sleeper.poisons else None,
+    )
+    limits = _limits(args)
+    inputs = InputBuffers(
+        scratch,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_blocks=-(-max_model_len // args.block_size),
+        block_size=args.block_size,
+    )
+    runner = ModelRunner(
+        module,
+        attention,
+        inputs,
+        table=cache.table,
+        clear=memory.clear,
+        logprobs_mode=args.logprobs_mode,
+    )
+    return EngineCore(Scheduler(limits, cache), runner, sleeper, ready=ready), cache
+
+
+def _limits(args: EngineArgs) -> SchedulerConfig:
+    tokens = args.max_num_batched_tokens
+    if tokens is None:
+        tokens = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, args.max_num_seqs)
+    return SchedulerConfig(
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=tokens,
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
+    )
+
+
+def _tokenizer(files: ModelFiles) -> Tokenizer:
+    if files.tokenizer_json is None:
+        raise CheckpointError(
+            f"{files.folder} has no tokenizer.json; add the file of the model's tokenizer"
+        )
+    return Tokenizer(files.tokenizer_json, files.tokenizer_config_json, files.chat_template)

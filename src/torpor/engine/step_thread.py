@@ -1,0 +1,117 @@
+"""The thread that runs an asynchronous engine's steps."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+from torpor.errors import StateError, TorporError
+
+if TYPE_CHECKING:
+    from torpor.engine.engine import Engine
+    from torpor.engine.request import Request
+    from torpor.engine.subscription import Subscription
+
+
+class StepThread:
+    """Steps while there is work and the model is awake; waits without using the processor else."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Prepare; ``start`` runs it."""
+        self._engine = engine
+        self._inbox: deque[Subscription] = deque()
+        self._subscriptions: dict[int, Subscription] = {}
+        """By the request's number."""
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="torpor-steps", daemon=True)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are served."""
+        return self._thread.is_alive() and not self._stopping
+
+    def start(self) -> None:
+        """Run."""
+        self._engine.core.listener = self._tell
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the step that runs; what is unfinished is aborted."""
+        self._stopping = True
+        self._engine.turns.tell()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def submit(self, subscription: Subscription) -> None:
+        """Have a request taken in before the next step. Never waits."""
+        self._inbox.append(subscription)
+        self._engine.turns.tell()
+
+    def cancel(self, subscription: Subscription) -> None:
+        """The reader is gone: abort the request if it is not finished. Never waits."""
+        if not subscription.request.finished:
+            self._engine.core.abandon(subscription.request)
+            self._engine.turns.tell()
+
+    def _run(self) -> None:
+        engine = self._engine
+        with engine.turns.take():
+            while True:
+                engine.turns.wait_until(self._has_news)
+                if self._stopping:
+                    break
+                self._take_in()
+                engine.core.sweep()
+                self._step()
+                engine.turns.pass_on()
+            self._end()
+
+    def _has_news(self) -> bool:
+        core = self._engine.core
+        return (
+            self._stopping
+            or bool(self._inbox)
+            or core.has_abandoned
+            or (core.can_step and self._may_step())
+        )
+
+    def _may_step(self) -> bool:
+        try:
+            return self._engine.may_step()
+        except StateError:
+            # Faulted: the requests have to be told, which the step does.
+            return True
+
+    def _step(self) -> None:
+        core = self._engine.core
+        if not (core.can_step and self._may_step()):
+            return
+        try:
+            core.step()
+        except TorporError as error:
+            for request in core.requests:
+                core.finish(request, "error", error)
+
+    def _take_in(self) -> None:
+        while self._inbox:
+            subscription = self._inbox.popleft()
+            request = subscription.request
+            self._subscriptions[request.number] = subscription
+            try:
+                self._engine.submit(request)
+            except TorporError as error:
+                del self._subscriptions[request.number]
+                subscription.put(error)
+
+    def _tell(self, request: Request) -> None:
+        subscription = self._subscriptions.get(request.number)
+        if subscription is None:
+            return
+        subscription.tell()
+        if request.finished:
+            del self._subscriptions[request.number]
+
+    def _end(self) -> None:
+        self._take_in()
+        self._engine.core.abort_all()

@@ -1,0 +1,71 @@
+"""Where one asynchronous request's outputs wait for their reader."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from typing import TYPE_CHECKING
+
+from torpor.engine.answers import Teller
+from torpor.outputs import RequestOutput
+from torpor.params import RequestOutputKind
+
+if TYPE_CHECKING:
+    from torpor.engine.request import Request
+
+
+class Subscription:
+    """Filled from the step thread, read in the event loop.
+
+    A reader that is slower than the steps finds what is newest: cumulative outputs replace each
+    other, those that tell only what is new are kept one by one.
+    """
+
+    def __init__(self, request: Request, loop: asyncio.AbstractEventLoop) -> None:
+        """Wait for a request's outputs, of the kind that its parameters ask for."""
+        self.request = request
+        self.ended = False
+        """Whether the last output, or the error, was read."""
+        self._loop = loop
+        self._teller = Teller(request)
+        self._replaces = request.params.output_kind is RequestOutputKind.CUMULATIVE
+        self._items: deque[RequestOutput | BaseException] = deque()
+        self._arrived = asyncio.Event()
+
+    async def next(self) -> RequestOutput:
+        """The next output.
+
+        Raises:
+            TorporError: why the request was refused or failed.
+        """
+        while not self._items:
+            self._arrived.clear()
+            await self._arrived.wait()
+        item = self._items.popleft()
+        if isinstance(item, BaseException):
+            self.ended = True
+            raise item
+        self.ended = item.finished
+        return item
+
+    def tell(self) -> None:
+        """Hand over what is new of the request; from the step thread, with the turn."""
+        if self.request.error is not None:
+            self.put(self.request.error)
+            return
+        output = self._teller.tell()
+        if output is not None:
+            self.put(output)
+
+    def put(self, item: RequestOutput | BaseException) -> None:
+        """Hand over one thing; from any thread."""
+        # A loop that is closed has no reader.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._receive, item)
+
+    def _receive(self, item: RequestOutput | BaseException) -> None:
+        if self._replaces and self._items:
+            self._items.pop()
+        self._items.append(item)
+        self._arrived.set()

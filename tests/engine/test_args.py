@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import inspect
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torpor.engine.args import EngineArgs, EngineOptions, engine_args
+from torpor.engine.async_llm import AsyncLLM
+from torpor.engine.llm import LLM
+from torpor.errors import ArgumentError
+
+
+def test_the_keywords_are_the_fields_with_the_same_types() -> None:
+    names = [field.name for field in fields(EngineArgs)]
+    assert names[0] == "model"
+    assert list(EngineOptions.__annotations__) == names[1:]
+    options = {
+        name: annotation.__forward_arg__
+        for name, annotation in EngineOptions.__annotations__.items()
+    }
+    arguments = inspect.get_annotations(EngineArgs)
+    assert options == {name: arguments[name] for name in names[1:]}
+
+
+def test_every_option_may_be_left_out() -> None:
+    assert EngineOptions.__required_keys__ == frozenset()
+    assert all(
+        field.default is not MISSING for field in fields(EngineArgs) if field.name != "model"
+    )
+
+
+def test_the_defaults_are_these() -> None:
+    args = engine_args("m", {})
+    found = {field.name: getattr(args, field.name) for field in fields(args)}
+    assert found == {
+        "model": "m",
+        "dtype": "auto",
+        "max_model_len": None,
+        "seed": 0,
+        "num_threads": None,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": None,
+        "long_prefill_token_threshold": 0,
+        "block_size": 16,
+        "kv_cache_memory_bytes": None,
+        "num_gpu_blocks_override": None,
+        "enable_prefix_caching": True,
+        "batch_invariant": False,
+        "max_logprobs": 20,
+        "logprobs_mode": "raw_logprobs",
+        "scheduling_policy": "fcfs",
+        "strict": True,
+        "spill_dir": None,
+        "poison": None,
+        "progress": None,
+        "on_foreign_write": "error",
+        "host_copy": "defer",
+        "check_nan": True,
+    }
+
+
+def test_options_become_fields() -> None:
+    args = engine_args(
+        Path("folder"),
+        {"block_size": 8, "max_num_batched_tokens": 1, "max_logprobs": -1, "seed": -1},
+    )
+    assert args.model == Path("folder")
+    assert (args.block_size, args.max_num_batched_tokens, args.max_logprobs) == (8, 1, -1)
+
+
+@pytest.mark.parametrize(
+    "name", ["max_num_batched_tokens", "kv_cache_memory_bytes", "num_gpu_blocks_override"]
+)
+def test_some_sizes_may_be_left_to_the_engine(name: str) -> None:
+    options: Any = {name: None}
+    assert getattr(engine_args("m", options), name) is None
+
+
+@pytest.mark.parametrize("name", ["temperature", "max_seqs", "model", "on_asleep", ""])
+def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
+    options: Any = {name: 1, "block_size": 8}
+    with pytest.raises(ArgumentError) as caught:
+        engine_args("m", options)
+    told = str(caught.value)
+    assert told.startswith(f"unknown argument {name!r}; known are dtype, max_model_len, ")
+    assert told.endswith("check_nan")
+
+
+@pytest.mark.parametrize("make", [LLM, AsyncLLM])
+def test_both_faces_refuse_an_unknown_name_before_they_load(make: Any) -> None:
+    with pytest.raises(ArgumentError, match="unknown argument 'tensor_parallel'"):
+        make("no-such-model", tensor_parallel=2)
+
+
+@pytest.mark.parametrize("model", [None, 5, b"smollm2", ["smollm2"]])
+def test_a_model_is_a_name_or_a_path(model: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"model is .*; give a name or the path of a folder"):
+        engine_args(model, {})
+
+
+LOWEST = {
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "long_prefill_token_threshold": 0,
+    "block_size": 1,
+    "kv_cache_memory_bytes": 1,
+    "num_gpu_blocks_override": 2,
+    "max_logprobs": -1,
+}
+
+
+@pytest.mark.parametrize(("name", "low"), LOWEST.items())
+def test_a_whole_number_has_its_lowest_value(name: str, low: int) -> None:
+    good: Any = {name: low}
+    assert getattr(engine_args("m", good), name) == low
+    for value in (low - 1, 16.0, "16", True, [16]):
+        bad: Any = {name: value}
+        with pytest.raises(ArgumentError) as caught:
+            engine_args("m", bad)
+        told = f"{name} is {value!r}; give a whole number of at least {low}"
+        assert str(caught.value).startswith(told)
+
+
+@pytest.mark.parametrize(
+    "name", ["max_num_seqs", "long_prefill_token_threshold", "block_size", "max_logprobs"]
+)
+def test_none_is_no_number_where_there_is_a_default(name: str) -> None:
+    options: Any = {name: None}
+    with pytest.raises(
+        ArgumentError, match=rf"^{name} is None; give a whole number of at least -?\d$"
+    ):
+        engine_args("m", options)
+
+
+@pytest.mark.parametrize("name", ["enable_prefix_caching", "batch_invariant"])
+@pytest.mark.parametrize("value", [1, 0, None, "True"])
+def test_a_flag_is_true_or_false(name: str, value: Any) -> None:
+    options: Any = {name: value}
+    with pytest.raises(ArgumentError, match=rf"{name} is .*; give True or False"):
+        engine_args("m", options)
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("logprobs_mode", ["raw_logprobs", "processed_logprobs"]),
+        ("scheduling_policy", ["fcfs", "priority"]),
+    ],
+)
+def test_a_choice_is_one_of_its_names(name: str, choices: list[str]) -> None:
+    for choice in choices:
+        good: Any = {name: choice}
+        assert getattr(engine_args("m", good), name) == choice
+    for value in ("raw_logits", "", None, ["fcfs"], {}):
+        bad: Any = {name: value}
+        with pytest.raises(ArgumentError) as caught:
+            engine_args("m", bad)
+        assert str(caught.value) == f"{name} is {value!r}; give {' or '.join(map(repr, choices))}"
+
+
+def test_arguments_cannot_be_changed() -> None:
+    args = EngineArgs(model="m")
+    with pytest.raises(AttributeError):
+        args.block_size = 8  # type: ignore[misc]

@@ -1,0 +1,362 @@
+"""The asynchronous engine on a tiny model: streams, aborts, sleeps, errors; one loop, many tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.conftest import tiny_weights
+
+from torpor.engine.async_llm import AsyncLLM
+from torpor.engine.llm import LLM
+from torpor.errors import ArgumentError, AsleepError, PromptTooLongError, RequestError, TorporError
+from torpor.outputs import RequestOutput
+from torpor.params import RequestOutputKind, SamplingParams
+
+PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PROMPTS: list[Any] = ["the quick brown fox", "once upon a time there was", [7, 8, 9], "sleep"]
+
+Body = Callable[[AsyncLLM], Awaitable[None]]
+
+
+def run(folder: Path, body: Body, **options: Any) -> None:
+    """Run a test's body with an engine around it, bounded in time."""
+    options = {"kv_cache_memory_bytes": 1 << 20, "block_size": 4, **options}
+
+    async def main() -> None:
+        async with AsyncLLM(folder, **options) as engine:
+            await asyncio.wait_for(body(engine), 60)
+
+    asyncio.run(main())
+
+
+async def collect(engine: AsyncLLM, prompt: Any, params: Any = PARAMS, **more: Any) -> Any:
+    """All outputs of one request."""
+    return [output async for output in engine.generate(prompt, params, **more)]
+
+
+async def last(engine: AsyncLLM, prompt: Any, params: Any = PARAMS, **more: Any) -> RequestOutput:
+    outputs: list[RequestOutput] = await collect(engine, prompt, params, **more)
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    return outputs[-1]
+
+
+def tokens(output: RequestOutput) -> tuple[int, ...]:
+    return output.outputs[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_folder: Path) -> list[tuple[int, ...]]:
+    with LLM(tiny_folder) as llm:
+        return [tokens(llm.generate([prompt], PARAMS)[0]) for prompt in PROMPTS]
+
+
+async def started(engine: AsyncLLM, index: int = 1, **more: Any) -> tuple[Any, list[Any]]:
+    """A task that collects a request's outputs, after its first one."""
+    outputs: list[RequestOutput] = []
+    first = asyncio.Event()
+
+    async def work() -> None:
+        async for output in engine.generate(PROMPTS[index], PARAMS, **more):
+            outputs.append(output)
+            first.set()
+
+    task = asyncio.create_task(work())
+    await first.wait()
+    return task, outputs
+
+
+def test_many_tasks_get_what_each_gets_alone(
+    tiny_folder: Path, expected: list[tuple[int, ...]]
+) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        outputs = await asyncio.gather(*(last(engine, prompt) for prompt in PROMPTS * 3))
+        assert [tokens(output) for output in outputs] == expected * 3
+        assert engine.get_num_unfinished_requests() == 0
+        assert engine.status()["kv_cache_usage"] == 0
+
+    run(tiny_folder, body)
+
+
+def test_outputs_grow_by_whole_tokens(tiny_folder: Path, expected: list[tuple[int, ...]]) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        seen: list[RequestOutput] = await collect(engine, PROMPTS[0])
+        for before, after in itertools.pairwise(seen):
+            assert after.outputs[0].text.startswith(before.outputs[0].text)
+            assert tokens(after)[: len(tokens(before))] == tokens(before)
+        assert tokens(seen[-1]) == expected[0]
+
+    run(tiny_folder, body)
+
+
+def test_deltas_join_to_the_whole(tiny_folder: Path, expected: list[tuple[int, ...]]) -> None:
+    params = SamplingParams(
+        temperature=0, max_tokens=24, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
+
+    async def body(engine: AsyncLLM) -> None:
+        deltas: list[RequestOutput] = await collect(engine, PROMPTS[0], params)
+        whole = await last(engine, PROMPTS[0])
+        pieces = [entry for output in deltas for entry in output.outputs]
+        assert sum((piece.token_ids for piece in pieces), ()) == expected[0]
+        assert "".join(piece.text for piece in pieces) == whole.outputs[0].text
+
+    run(tiny_folder, body)
+
+
+def test_a_final_output_comes_alone(tiny_folder: Path, expected: list[tuple[int, ...]]) -> None:
+    params = SamplingParams(
+        temperature=0, max_tokens=24, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+
+    async def body(engine: AsyncLLM) -> None:
+        (output,) = await collect(engine, PROMPTS[0], params)
+        assert tokens(output) == expected[0]
+
+    run(tiny_folder, body)
+
+
+def test_an_abort_ends_one_request_alone(
+    tiny_folder: Path, expected: list[tuple[int, ...]]
+) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        task, outputs = await started(engine, 1, request_id="mine")
+        other = asyncio.create_task(last(engine, PROMPTS[0]))
+        await engine.abort("mine")
+        await engine.abort(["mine", "nobody"])
+        await task
+        assert outputs[-1].outputs[0].finish_reason in ("abort", "length")
+        assert tokens(await other) == expected[0]
+
+    run(tiny_folder, body)
+
+
+def test_leaving_or_cancelling_an_iteration_aborts_its_request(tiny_folder: Path) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        stream = engine.generate(PROMPTS[1], PARAMS)
+        await anext(stream)
+        await stream.aclose()
+        task, _ = await started(engine)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        while engine.get_num_unfinished_requests():
+            await asyncio.sleep(0)
+        assert await engine.reset_prefix_cache()
+
+    run(tiny_folder, body)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_sleeping_with_requests_running(
+    tiny_folder: Path, expected: list[tuple[int, ...]], level: int, mode: str
+) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        task, outputs = await started(engine)
+        await engine.sleep(level, mode=mode)
+        assert await engine.is_sleeping()
+        if mode != "keep":
+            await task
+        queued = asyncio.create_task(last(engine, PROMPTS[0]))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not queued.done()
+        if level:
+            await engine.wake_up(["kv_cache"])
+            assert not queued.done()
+        await engine.wake_up()
+        await task
+        assert tokens(await queued) == expected[0]
+        if mode == "abort":
+            assert tokens(outputs[-1]) == expected[1][: len(tokens(outputs[-1]))]
+        else:
+            assert tokens(outputs[-1]) == expected[1]
+
+    run(tiny_folder, body)
+
+
+def test_a_request_while_asleep_is_rejected_if_so_chosen(tiny_folder: Path) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        await engine.sleep(1)
+        with pytest.raises(AsleepError, match="wake it up"):
+            await last(engine, "a")
+        await engine.wake_up()
+        await last(engine, "a")
+
+    run(tiny_folder, body, on_asleep="reject")
+
+
+def test_a_request_while_asleep_wakes_the_model_if_so_chosen(
+    tiny_folder: Path, expected: list[tuple[int, ...]]
+) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        await engine.sleep(2)
+        outputs = await asyncio.gather(*(last(engine, prompt) for prompt in PROMPTS))
+        assert [tokens(output) for output in outputs] == expected
+        assert not await engine.is_sleeping()
+
+    run(tiny_folder, body, on_asleep="wake")
+
+
+def test_a_request_does_not_wait_for_ever(tiny_folder: Path) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        await engine.sleep(1)
+        with pytest.raises(AsleepError, match=r"still asleep or paused after 0.05 s"):
+            await last(engine, "a")
+        await engine.wake_up()
+        assert engine.get_num_unfinished_requests() == 0
+        await last(engine, "a")
+
+    run(tiny_folder, body, asleep_timeout_s=0.05)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error"),
+    [
+        ("", PARAMS, RequestError),
+        ([320], PARAMS, RequestError),
+        ([5] * 128, PARAMS, PromptTooLongError),
+        ("a", SamplingParams(logprobs=21), RequestError),
+        ("a", SamplingParams(logit_bias={999: 1.0}), RequestError),
+        ("a", {"temperature": 0}, RequestError),
+    ],
+    ids=str,
+)
+def test_a_bad_request_fails_alone(
+    tiny_folder: Path, expected: list[tuple[int, ...]], prompt: Any, params: Any, error: type
+) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        good = asyncio.create_task(last(engine, PROMPTS[0]))
+        with pytest.raises(error):
+            await last(engine, prompt, params)
+        assert tokens(await good) == expected[0]
+
+    run(tiny_folder, body)
+
+
+def test_an_id_in_use_is_refused_and_the_first_goes_on(
+    tiny_folder: Path, expected: list[tuple[int, ...]]
+) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        task, outputs = await started(engine, 1, request_id="twin")
+        with pytest.raises(RequestError, match="'twin', which is in use"):
+            await last(engine, "a", request_id="twin")
+        await task
+        assert tokens(outputs[-1]) == expected[1]
+        await last(engine, "a", request_id="twin")
+
+    run(tiny_folder, body)
+
+
+def test_nan_in_one_row_fails_that_request_only(
+    tiny_folder: Path, expected: list[tuple[int, ...]]
+) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        runner = engine.engine.core._runner
+        compute, calls = runner._model.compute_logits, 0
+
+        def once_nan(hidden_RD: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            logits_RV = compute(hidden_RD)
+            if len(logits_RV) == 2 and not calls:
+                calls += 1
+                logits_RV[1] = torch.nan
+            return logits_RV
+
+        runner._model.compute_logits = once_nan  # type: ignore[method-assign]
+        results = await asyncio.gather(
+            last(engine, PROMPTS[0]), last(engine, PROMPTS[1]), return_exceptions=True
+        )
+        assert calls == 1
+        errors = [result for result in results if isinstance(result, BaseException)]
+        good = [tokens(result) for result in results if isinstance(result, RequestOutput)]
+        assert [type(error) for error in errors] == [RequestError]
+        assert good in ([expected[0]], [expected[1]])
+
+    run(tiny_folder, body)
+
+
+def test_updates_between_pairs_let_no_step_in(tiny_folder: Path, other_folder: Path) -> None:
+    with LLM(other_folder) as fresh:
+        (updated,) = fresh.generate([PROMPTS[0]], PARAMS)
+
+    async def body(engine: AsyncLLM) -> None:
+        task, _ = await started(engine)
+        epochs = set()
+        for pair in tiny_weights(1).items():
+            await engine.load_weights([pair])
+            epochs.add(engine.engine.sleeper.weights_epoch)
+        assert len(epochs) == 1
+        await engine.finish_update()
+        await task
+        assert tokens(await last(engine, PROMPTS[0])) == tokens(updated)
+
+    run(tiny_folder, body)
+
+
+def test_the_loop_stays_responsive_while_the_model_steps_and_sleeps(tiny_folder: Path) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        hold, entered = threading.Event(), threading.Event()
+        launch = engine.engine.core._runner.launch
+
+        def slow(step: Any) -> Any:
+            entered.set()
+            assert hold.wait(30)
+            return launch(step)
+
+        engine.engine.core._runner.launch = slow  # type: ignore[method-assign]
+        first = asyncio.create_task(last(engine, PROMPTS[0]))
+        while not entered.is_set():
+            await asyncio.sleep(0)
+        # A step is in flight and will not end: everything that must not wait, does not.
+        second = asyncio.create_task(last(engine, PROMPTS[1]))
+        sleeping = asyncio.create_task(engine.sleep(1, mode="wait"))
+        assert not await engine.is_sleeping()
+        assert engine.get_num_unfinished_requests() >= 1
+        for _ in range(50):
+            await asyncio.sleep(0)
+        hold.set()
+        await asyncio.gather(first, sleeping)
+        await engine.wake_up()
+        await second
+
+    run(tiny_folder, body)
+
+
+def test_shutting_down_ends_requests_and_repeats(tiny_folder: Path) -> None:
+    async def main() -> None:
+        engine = AsyncLLM(tiny_folder)
+        task, outputs = await started(engine)
+        await asyncio.to_thread(engine.shutdown)
+        engine.shutdown()
+        await task
+        assert outputs[-1].finished
+        with pytest.raises(TorporError, match="shut down"):
+            await last(engine, "a")
+        with pytest.raises(TorporError):
+            await engine.check_health()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"on_asleep": "hope"}, "on_asleep is 'hope'"),
+        ({"asleep_timeout_s": 0}, "asleep_timeout_s is 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_seqs": 1}, "unknown argument 'max_seqs'"),
+    ],
+)
+def test_impossible_options_are_refused(
+    tiny_folder: Path, options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ArgumentError, match=told):
+        AsyncLLM(tiny_folder, **options)

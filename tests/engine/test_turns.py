@@ -1,0 +1,119 @@
+"""The engine's lock: turns are handed over, news wakes those who wait, nobody spins."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from torpor.engine.turns import Turns
+
+
+def in_thread(act: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_loop_of_turns_lets_another_thread_in() -> None:
+    turns, entered, rounds = Turns(), threading.Event(), 0
+
+    def enter() -> None:
+        with turns.take():
+            entered.set()
+
+    with turns.take():
+        thread = in_thread(enter)
+        while not entered.is_set():
+            rounds += 1
+            turns.pass_on()
+    thread.join(10)
+    assert entered.is_set()
+
+
+def test_turns_nest_in_one_thread() -> None:
+    turns = Turns()
+    with turns.take(), turns.take():
+        pass
+    done = threading.Event()
+
+    def enter() -> None:
+        with turns.take():
+            done.set()
+
+    in_thread(enter).join(10)
+    assert done.is_set()
+
+
+def test_a_condition_is_asked_again_after_anyones_turn() -> None:
+    turns, box = Turns(), list[str]()
+    waiting = threading.Event()
+
+    def wait() -> None:
+        def holds() -> bool:
+            waiting.set()
+            return bool(box)
+
+        with turns.take():
+            turns.wait_until(holds)
+            box.append("seen")
+
+    thread = in_thread(wait)
+    assert waiting.wait(10)
+    with turns.take():
+        box.append("put")
+    thread.join(10)
+    assert box == ["put", "seen"]
+
+
+def test_telling_news_wakes_without_a_turn() -> None:
+    turns, flag, waiting = Turns(), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        def holds() -> bool:
+            waiting.set()
+            return flag.is_set()
+
+        with turns.take():
+            turns.wait_until(holds)
+
+    thread = in_thread(wait)
+    assert waiting.wait(10)
+    flag.set()
+    turns.tell()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_those_who_wait_do_not_wake_each_other_for_ever() -> None:
+    turns, stop, asked = Turns(), threading.Event(), [0, 0]
+
+    def wait(me: int) -> None:
+        def holds() -> bool:
+            asked[me] += 1
+            return stop.is_set()
+
+        with turns.take():
+            turns.wait_until(holds)
+
+    threads = [in_thread(lambda me=me: wait(me)) for me in (0, 1)]  # type: ignore[misc]
+    for _ in range(50):
+        with turns.take():
+            pass
+    before = sum(asked)
+    assert before <= 2 * 60
+    stop.set()
+    turns.tell()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_an_error_inside_a_turn_ends_it() -> None:
+    turns = Turns()
+    try:
+        with turns.take():
+            raise ValueError
+    except ValueError:
+        pass
+    with turns.take():
+        turns.pass_on()
