@@ -40,6 +40,8 @@ BOUND_STEPS = 16
 WARM_UP_TOKENS = 8
 PROFILE_STEPS = 16
 VOID_EXIT = 1
+OF_THE_PLACE = ("json", "environments", "python", "torch_index")
+"""Options that say where things are, which is no part of a result."""
 
 SCRIPTS = {
     "bound": ("torpor", "worker_bound.py", "float32"),
@@ -127,7 +129,11 @@ class Run:
         return {
             "what": "engines on the CPU, side by side",
             "rig": self._rig(load_before),
-            "options": {name: _plain(value) for name, value in vars(self.options).items()},
+            "options": {
+                name: value
+                for name, value in vars(self.options).items()
+                if name not in OF_THE_PLACE
+            },
             "workers": self.facts,
             "skipped": self.skipped,
             "void": self._void(load_before),
@@ -369,10 +375,6 @@ def _compare(turns: list[dict[str, Any]]) -> None:
         if reference is not None and mine is not None:
             equal = sum(one == other for one, other in zip(mine, reference, strict=True))
             turn["compared"] = (equal, len(reference))
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
 
 
 if __name__ == "__main__":

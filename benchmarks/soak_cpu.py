@@ -19,6 +19,7 @@ import os
 import random
 import statistics
 import time
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -117,14 +118,13 @@ class Soak:
             prompt, params = self._cases[index]
             leave_after = self._rng.randint(1, 5) if self._rng.random() < 0.1 else None
             self._sent += 1
-            output: RequestOutput | None = None
-            num_outputs = 0
-            async for output in engine.generate(prompt, params, priority=self._rng.randrange(3)):
-                num_outputs += 1
-                if num_outputs == leave_after:
-                    break
-            assert output is not None
-            self._judge(index, output)
+            outputs: list[RequestOutput] = []
+            async with aclosing(engine.generate(prompt, params)) as stream:
+                async for output in stream:
+                    outputs.append(output)
+                    if len(outputs) == leave_after:
+                        break
+            self._judge(index, outputs[-1])
 
     def _judge(self, index: int, output: RequestOutput) -> None:
         completion, expected = output.outputs[0], self._expected[index].outputs[0]

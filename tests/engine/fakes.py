@@ -1,4 +1,4 @@
-"""A scheduler's world without torch: sequences whose next token is a function of the ones before."""
+"""A scheduler's world without torch: sequences whose next token follows from those before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The asynchronous engine on a tiny model: streams, aborts, sleeps, errors; one loop, many tasks."""
+"""The asynchronous engine on a tiny model: streams, aborts, sleeps, errors, many tasks."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from torpor.engine import completion as completion_module
 from torpor.engine import detokenizer as detokenizer_module
 from torpor.engine.completion import Completion
 from torpor.engine.text import Tokenizer
+from torpor.errors import RequestError
 from torpor.params import SamplingParams
 
 Make = Callable[..., Completion]
@@ -179,6 +180,15 @@ def test_part_of_a_character_is_told_when_the_text_ends(make: Make, tokenizer: T
     assert "\ufffd" not in "".join(pieces[:-1])
 
 
+@pytest.mark.parametrize("include", [False, True])
+def test_part_of_a_character_before_the_end_token_is_told(
+    make: Make, tokenizer: Tokenizer, include: bool
+) -> None:
+    completion = make(include_stop_str_in_output=include)
+    feed(completion, [tokenizer.encode("🙂")[0], EOS])
+    assert completion.output().text == "\ufffd"
+
+
 def test_an_end_from_outside_shows_what_was_held_back(make: Make, tokenizer: Tokenizer) -> None:
     completion = make(stop="dogs")
     pieces = feed(completion, [*tokenizer.encode("the dog"), tokenizer.encode("🙂")[0]])
@@ -226,6 +236,41 @@ def test_an_output_can_leave_out_its_first_tokens(make: Make, tokenizer: Tokeniz
     assert (rest.text, rest.token_ids) == ("rest", whole.token_ids[2:])
     assert rest.logprobs == whole.logprobs[2:]
     assert rest.cumulative_logprob == whole.cumulative_logprob
+
+
+class Grammar:
+    """Takes every token but one."""
+
+    def __init__(self, refused: int | None = None) -> None:
+        self.accepted: list[int] = []
+        self.refused = refused
+
+    def accept(self, token_id: int) -> None:
+        if token_id == self.refused:
+            raise RequestError("no way on")
+        self.accepted.append(token_id)
+
+
+def test_a_grammar_is_told_each_token_but_the_last(make: Make, tokenizer: Tokenizer) -> None:
+    grammar: Any = Grammar()
+    completion = make()
+    completion.grammar = grammar
+    ids = tokenizer.encode("abc")
+    feed(completion, [*ids, EOS])
+    assert grammar.accepted == ids
+
+
+def test_a_token_that_the_grammar_refuses_did_not_come(make: Make, tokenizer: Tokenizer) -> None:
+    a, b = tokenizer.encode("a") + tokenizer.encode("b")
+    grammar: Any = Grammar(refused=b)
+    completion = make(logprobs=0)
+    completion.grammar = grammar
+    feed(completion, [a], count=0)
+    before = completion.output()
+    with pytest.raises(RequestError, match="no way on"):
+        completion.accept(sampled(b, 0))
+    assert completion.output() == before
+    assert completion.take_text() == ""
 
 
 @pytest.mark.parametrize(

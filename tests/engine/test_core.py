@@ -106,7 +106,7 @@ def test_metrics_tell_the_first_token_and_the_end(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(100, 200))
-    monkeypatch.setattr(core_module.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("torpor.engine.core.time.monotonic", lambda: float(next(clock)))
     request = bench.add("ab", "a")
     assert (request.first_token_s, request.finished_s) == (None, None)
     bench.step()
@@ -316,6 +316,29 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("script", ["the lazy dog", ""])
+def test_an_interrupt_between_a_token_and_its_sequence_loses_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    request = bench.add(script)
+    completion = request.sequences[0].completion
+    accept = completion.accept
+
+    def accepted_then_interrupted(token: Any) -> None:
+        accept(token)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(completion, "accept", accepted_then_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            bench.core.step()
+    assert request.sequences[0].token_ids == [5, 6, 7, *completion.token_ids]
+    assert len(completion.token_ids) == 1
+    bench.run()
+    assert bench.text(request) == script
+    assert bench.idle
+
+
 STRIDE = 11
 """Every so many lines are tried: all of them, one after the other, take half a minute."""
 
@@ -426,7 +449,11 @@ def test_abandoning_a_finished_request_does_not_end_another_of_its_id(bench: Ben
     old = bench.add("a", request_id="same")
     bench.run()
     new = bench.add("b", request_id="same")
+    bench.told.clear()
     bench.core.abandon(old)
+    bench.core.sweep()
+    assert bench.core.requests == (new,)
+    assert bench.told == []
     bench.run()
     assert (ends(old), ends(new)) == (["stop"], ["stop"])
 

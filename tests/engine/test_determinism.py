@@ -183,14 +183,14 @@ class Company:
         requests = [llm.prepare(*pair) for pair in zip(prompts, PARAMS, strict=True)]
         for request in requests:
             llm.submit(request)
-        naps = 0
+        for level, num_steps in ((1, 4), (2, 9), (1, 12)):
+            for _ in range(num_steps):
+                llm.core.step()
+            assert llm.core.can_step, "nothing is left to keep"
+            llm.sleep(level, mode="keep")
+            llm.wake_up(reload=True if level == 2 else None)
         while llm.core.can_step:
             llm.core.step()
-            if llm.core.can_step and llm.core.scheduler.stats.num_steps % 7 == 0:
-                naps += 1
-                llm.sleep(naps % 2 + 1, mode="keep")
-                llm.wake_up(reload=True if naps % 2 else None)
-        assert naps > 2
         return [llm.output(request) for request in requests]
 
     def _llm(self, **options: Any) -> LLM:

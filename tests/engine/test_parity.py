@@ -231,6 +231,20 @@ def test_one_prompt_after_another(model: Model) -> None:
     check(model, outputs)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_batch_invariant_bits_are_the_same_alone_and_in_a_crowd(model: Model, dtype: str) -> None:
+    options: dict[str, Any] = {"dtype": dtype, "max_model_len": 64, "batch_invariant": True}
+    chosen = [SamplingParams(seed=4, logprobs=9, prompt_logprobs=9, max_tokens=8)] * len(MANY)
+    with LLM(model.folder, **options, max_logprobs=-1) as llm:
+        alone = [llm.generate([prompt], chosen[0])[0] for prompt in MANY]
+    with LLM(model.folder, **options, **FULL, max_num_batched_tokens=19) as llm:
+        crowd = llm.generate(MANY, chosen)
+    assert num_preemptions(crowd) > 0
+    for one, other in zip(alone, crowd, strict=True):
+        assert one.outputs == other.outputs
+        assert one.prompt_logprobs == other.prompt_logprobs
+
+
 @pytest.mark.parametrize(("block_size", "batch_invariant"), [(4, False), (16, False), (1, True)])
 def test_prefix_hits(model: Model, block_size: int, batch_invariant: bool) -> None:
     options: dict[str, Any] = {"block_size": block_size, "batch_invariant": batch_invariant}

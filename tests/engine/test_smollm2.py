@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tests.model.helpers import reference as reference_model
 
 import torpor
 from torpor.engine.llm import LLM
 from torpor.engine.text import Tokenizer
 from torpor.model.files import ModelFiles
 from torpor.model.resolve import resolve_model
+from torpor.outputs import RequestOutput
 from torpor.params import SamplingParams
 
 pytestmark = pytest.mark.embedded
@@ -119,6 +122,113 @@ def test_a_question_gets_its_answer_and_an_end(llm: LLM) -> None:
     assert completion.text == "The capital of France is Paris."
     assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
     assert completion.token_ids[-1] == llm.get_tokenizer().eos_token_id
+
+
+# -- many prompts -------------------------------------------------------------------------------
+
+STORY = (
+    "In a small town by the sea there lived a clockmaker who never slept. Every evening, when the "
+    "lamps along the harbour were lit, she wound the great clock in the tower and listened to it "
+    "count the hours until dawn. Sailors said that ships found their way home by its bell, and "
+    "children believed that if it ever stopped, the tide would stop too. One winter night the snow "
+    "fell so thick that the bell could not be heard beyond the market square, and the clockmaker, "
+    "for the first time in forty years, put down her tools, closed her eyes and dreamed. She "
+    "dreamed of a machine that forgot everything at dusk and remembered it all at daybreak, down "
+    "to the last grain of sand. When she woke, the clock had gone on without her, and on her bench "
+    "lay a tiny wheel of brass that she had never seen before. She turned it over in the light and"
+)
+TEXTS = [
+    "The",
+    STORY,
+    "def fibonacci(n):\n    ",
+    "1, 2, 3, 4, 5, 6,",
+    STORY[:500],
+    "Water boils at",
+    "The three primary colours are red, blue and",
+    STORY[:330],
+    "Dear Sir or Madam,\n\nI am writing to",
+    "La capitale de la France est",
+    STORY[:68],
+    "Question: Why do cats purr?\nAnswer:",
+    "import numpy as np\n\nx = np.",
+    "日本の首都は",
+    f"{STORY[:200]} Then everything changed, because",
+    "!",
+    "To be, or not to be, that is the question: Whether",
+    "<|im_start|>user\nName a planet.<|im_end|>\n<|im_start|>assistant\n",
+    "An apple a day keeps the doctor away. A stitch in time saves nine. Birds of a feather",
+    STORY[:612],
+]
+"""Of 1 to about 200 tokens; the longer ones begin alike."""
+LONG = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0)
+SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+
+
+@pytest.fixture(scope="module")
+def batch(llm: LLM) -> list[RequestOutput]:
+    """All texts in one batch, on an empty prefix cache."""
+    torch.set_num_threads(2)
+    llm.reset_prefix_cache()
+    return llm.generate(TEXTS, LONG)
+
+
+@torch.inference_mode()
+def test_tokens_of_a_batch_are_those_of_transformers_one_by_one(
+    files: ModelFiles, batch: list[RequestOutput]
+) -> None:
+    """Each token is the reference's own next one after those before it: by induction the same text
+    as its greedy generation, but for ties."""
+    torch.set_num_threads(2)
+    theirs: Any = reference_model(files.folder)
+    lengths = [len(output.prompt_token_ids) for output in batch]
+    assert (min(lengths), len(lengths)) == (1, 20)
+    assert max(lengths) > 180
+    for output, length in zip(batch, lengths, strict=True):
+        tokens = output.outputs[0].token_ids
+        ids = torch.tensor([[*output.prompt_token_ids, *tokens]])
+        logits = theirs(ids).logits[0, length - 1 : -1]
+        tie = 1e-5 * logits.abs().amax(1)
+        chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert (logits.amax(1) - chosen <= tie).all(), output.prompt
+        assert output.outputs[0].logprobs is not None
+        ours = [entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, tokens)]
+        assert ((torch.tensor(ours) - (chosen - logits.logsumexp(1))).abs() <= tie).all()
+
+
+def test_tokens_of_a_batch_are_those_of_transformers_generate(
+    files: ModelFiles, batch: list[RequestOutput]
+) -> None:
+    torch.set_num_threads(2)
+    theirs: Any = reference_model(files.folder)
+    theirs.generation_config.eos_token_id = None
+    for output in (batch[0], batch[3]):
+        ids = torch.tensor([output.prompt_token_ids])
+        options = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
+        out = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        assert output.outputs[0].token_ids == tuple(out[0, ids.shape[1] :].tolist())
+
+
+def test_each_text_alone_goes_on_as_in_the_batch(llm: LLM, batch: list[RequestOutput]) -> None:
+    torch.set_num_threads(2)
+    for text, output in zip(TEXTS, batch, strict=True):
+        llm.reset_prefix_cache()
+        (alone,) = llm.generate(text, SHORT)
+        assert alone.num_cached_tokens == 0
+        assert alone.outputs[0].token_ids == output.outputs[0].token_ids[:8]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_batch_invariant_bits_at_real_sizes(dtype: str) -> None:
+    params = SamplingParams(seed=1, max_tokens=4, ignore_eos=True, logprobs=3)
+    chosen = [*TEXTS[:4], *TEXTS[5:7], TEXTS[10]]
+    with LLM("smollm2", dtype=dtype, max_model_len=256, num_threads=2, batch_invariant=True) as llm:
+        expected = [llm.generate(text, params)[0].outputs for text in chosen]
+        hits = llm.generate(chosen, params)
+        assert hits[1].num_cached_tokens
+        assert [output.outputs for output in hits] == expected
+        llm.reset_prefix_cache()
+        crowd = llm.generate(chosen[::-1], params)
+        assert [output.outputs for output in crowd[::-1]] == expected
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -21,6 +21,7 @@ SPECS = {
     "narrow": attention_spec(heads=4, kv_heads=2, k_dim=32, v_dim=32, window=7),
     "uneven": attention_spec(heads=10, kv_heads=2, k_dim=24, v_dim=40),
     "one KV head": attention_spec(heads=2, kv_heads=1),
+    "one wide KV head": attention_spec(heads=2, kv_heads=1, k_dim=256, v_dim=256),
     "many heads": attention_spec(heads=40, kv_heads=1),
 }
 
@@ -119,7 +120,7 @@ def test_random_company_and_chunks(name: str, data: st.DataObject) -> None:
 
 
 def test_the_number_of_threads_does_not_change_bits() -> None:
-    spec, length = SPECS["one KV head"], 300
+    spec, length = SPECS["one wide KV head"], 300
     before = torch.get_num_threads()
     results = []
     try:

@@ -244,8 +244,7 @@ class EngineCore:
 
     def _settle(self, request: Request) -> None:
         if request.finished:
-            if request.finished_s is None:
-                request.finished_s = time.monotonic()
+            request.finished_s = time.monotonic()
             self._requests.pop(request.request_id, None)
 
 

@@ -120,8 +120,10 @@ class Scheduler:
             self._cache.unregister(sequence.seq_id)
 
     def preempt_all(self) -> int:
-        """Take the blocks from every running sequence; each is recomputed when it is admitted
-        again. Returns how many there were."""
+        """Take the blocks from every running sequence; returns how many there were.
+
+        Each is recomputed when it is admitted again.
+        """
         count = len(self._running)
         for sequence in reversed(self._running[:]):
             self._preempt(sequence)
@@ -133,7 +135,7 @@ class Scheduler:
         self._cache.drop()
 
     def recover(self, sequences: Iterable[Sequence]) -> None:
-        """A step was interrupted anywhere: start every unfinished sequence over, with empty books."""
+        """A step was interrupted: start every unfinished sequence over, with empty books."""
         self._cache.drop()
         self._running.clear()
         self._waiting.clear()

@@ -26,7 +26,7 @@ def attend_pairs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One query token per row, as batched products over (row, KV head).
 
-    Twice as fast as the fused kernel on a CPU when there are few queries per key, and the query
+    Up to twice as fast as the fused kernel on a CPU, which is made for many queries; the query
     heads of a KV head need no copies of it.
 
     Args:

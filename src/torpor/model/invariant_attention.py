@@ -247,7 +247,7 @@ def _attend_tile(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     v_dim = v_VKSD.shape[-1]
     q_VKMD, k_VKSD, v_VKSD = equal_dims(q_VKMD, k_VKSD, v_VKSD)
-    # A lone problem would be cut up among threads, which changes its sums: give it company.
+    # A lone problem may be cut up among threads, which could change its sums: give it company.
     tiles = 2 if q_VKMD.shape[:2] == (1, 1) else q_VKMD.shape[0]
     out_VKMD, lse_VKM = fused(
         q_VKMD.expand(tiles, -1, -1, -1),

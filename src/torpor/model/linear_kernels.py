@@ -22,8 +22,7 @@ from torpor.model.kv_gather import Allocate
 from torpor.model.layers import LinearKernel
 
 INVARIANT_ROWS = 16
-"""Rows of every product in batch-invariant mode: 8 are half as fast at 32 rows and more, 32 a third
-slower at one."""
+"""Rows of every product in batch-invariant mode: 8 are a third slower at 32 rows, 32 at one."""
 
 WIDENED_BYTES = 2 << 20
 """Weights turned into float32 at a time: few enough to stay in the cache."""
