@@ -167,7 +167,6 @@ SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 @pytest.fixture(scope="module")
 def batch(llm: LLM) -> list[RequestOutput]:
     """All texts in one batch, on an empty prefix cache."""
-    torch.set_num_threads(2)
     llm.reset_prefix_cache()
     return llm.generate(TEXTS, LONG)
 
@@ -178,7 +177,6 @@ def test_tokens_of_a_batch_are_those_of_transformers_one_by_one(
 ) -> None:
     """Each token is the reference's own next one after those before it: by induction the same text
     as its greedy generation, but for ties."""
-    torch.set_num_threads(2)
     theirs: Any = reference_model(files.folder)
     lengths = [len(output.prompt_token_ids) for output in batch]
     assert (min(lengths), len(lengths)) == (1, 20)
@@ -190,15 +188,14 @@ def test_tokens_of_a_batch_are_those_of_transformers_one_by_one(
         tie = 1e-5 * logits.abs().amax(1)
         chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         assert (logits.amax(1) - chosen <= tie).all(), output.prompt
-        assert output.outputs[0].logprobs is not None
-        ours = [entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, tokens)]
-        assert ((torch.tensor(ours) - (chosen - logits.logsumexp(1))).abs() <= tie).all()
+        pairs = zip(output.outputs[0].logprobs or (), tokens, strict=True)
+        ours = torch.tensor([entry[token].logprob for entry, token in pairs])
+        assert ((ours - (chosen - logits.logsumexp(1))).abs() <= tie).all(), output.prompt
 
 
 def test_tokens_of_a_batch_are_those_of_transformers_generate(
     files: ModelFiles, batch: list[RequestOutput]
 ) -> None:
-    torch.set_num_threads(2)
     theirs: Any = reference_model(files.folder)
     theirs.generation_config.eos_token_id = None
     for output in (batch[0], batch[3]):
@@ -209,7 +206,6 @@ def test_tokens_of_a_batch_are_those_of_transformers_generate(
 
 
 def test_each_text_alone_goes_on_as_in_the_batch(llm: LLM, batch: list[RequestOutput]) -> None:
-    torch.set_num_threads(2)
     for text, output in zip(TEXTS, batch, strict=True):
         llm.reset_prefix_cache()
         (alone,) = llm.generate(text, SHORT)
@@ -217,18 +213,23 @@ def test_each_text_alone_goes_on_as_in_the_batch(llm: LLM, batch: list[RequestOu
         assert alone.outputs[0].token_ids == output.outputs[0].token_ids[:8]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_batch_invariant_bits_at_real_sizes(dtype: str) -> None:
-    params = SamplingParams(seed=1, max_tokens=4, ignore_eos=True, logprobs=3)
-    chosen = [*TEXTS[:4], *TEXTS[5:7], TEXTS[10]]
-    with LLM("smollm2", dtype=dtype, max_model_len=256, num_threads=2, batch_invariant=True) as llm:
+# Two threads wait for each other at every product when the machine is busy: little work for them.
+@pytest.mark.parametrize(
+    ("dtype", "num_threads", "num_texts"),
+    [("float32", 1, 7), ("bfloat16", 1, 7), ("float32", 2, 2)],
+)
+def test_batch_invariant_bits_at_real_sizes(dtype: str, num_threads: int, num_texts: int) -> None:
+    params = SamplingParams(seed=1, max_tokens=num_texts // 2, ignore_eos=True, logprobs=3)
+    chosen = [TEXTS[index] for index in (1, 10, 0, 2, 3, 5, 6)[:num_texts]]
+    options: dict[str, Any] = {"dtype": dtype, "num_threads": num_threads, "max_model_len": 256}
+    with LLM("smollm2", **options, batch_invariant=True) as llm:
         expected = [llm.generate(text, params)[0].outputs for text in chosen]
         hits = llm.generate(chosen, params)
-        assert hits[1].num_cached_tokens
+        assert hits[0].num_cached_tokens == 176
         assert [output.outputs for output in hits] == expected
         llm.reset_prefix_cache()
-        crowd = llm.generate(chosen[::-1], params)
-        assert [output.outputs for output in crowd[::-1]] == expected
+        crowd = llm.generate(chosen[::-1], params)[::-1]
+        assert [output.outputs for output in crowd] == expected
 
 
 @pytest.mark.parametrize("level", [1, 2])

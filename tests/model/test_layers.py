@@ -17,6 +17,7 @@ from torpor.model.layers import (
     RotaryEmbedding,
     empty_parameter,
     gated,
+    gated_by_rows,
     inverse_frequencies,
     rotate,
     use_linear_kernel,
@@ -149,3 +150,18 @@ def test_the_norm_equals_its_formula_bit_by_bit_in_float32() -> None:
     x = torch.randn(33, 576, generator=generator)
     scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
     assert torch.equal(norm(x), norm.weight * (x * scale))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [100, 576])
+def test_gating_by_rows_gives_each_row_its_bits_whatever_stands_beside_it(
+    width: int, dtype: torch.dtype
+) -> None:
+    x = torch.randn(37, 2 * width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    together = gated_by_rows(x)
+    for row in range(len(x)):
+        assert torch.equal(gated_by_rows(x[row : row + 1])[0], together[row])
+        assert torch.equal(gated_by_rows(x[row:])[0], together[row])
+    torch.testing.assert_close(
+        together, gated(x), atol=1e-2 if dtype == torch.bfloat16 else 1e-6, rtol=1e-2
+    )

@@ -27,7 +27,7 @@ from torpor.engine.scheduler import Scheduler, SchedulerConfig
 from torpor.engine.text import Tokenizer
 from torpor.engine.watched_source import WatchedSource
 from torpor.errors import CheckpointError
-from torpor.model.layers import use_linear_kernel
+from torpor.model.layers import gated_by_rows, use_gating, use_linear_kernel
 from torpor.model.linear_kernels import linear_kernel
 from torpor.model.load import build_model
 from torpor.model.resolve import resolve_model
@@ -132,6 +132,8 @@ def _core(
 
     kernel = linear_kernel(memory.kv.dtype, batch_invariant=args.batch_invariant, allocate=scratch)
     use_linear_kernel(module, kernel)
+    if args.batch_invariant:
+        use_gating(module, gated_by_rows)
     attention = TorchAttention(
         memory.kv, memory.layout, allocate=scratch, batch_invariant=args.batch_invariant
     )

@@ -13,6 +13,7 @@ from torpor.model.attention import AttentionContext, AttentionSpec
 from torpor.model.config import ModelConfig
 from torpor.model.layers import (
     Embedding,
+    Gating,
     Head,
     HeadNorm,
     Linear,
@@ -77,10 +78,11 @@ class MLP(nn.Module):
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_up_proj = Linear(width, 2 * inner, bias=bias, dtype=dtype)
         self.down_proj = Linear(inner, width, bias=bias, dtype=dtype)
+        self.gating: Gating = gated
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """[T, D] to [T, D]."""
-        out: torch.Tensor = self.down_proj(gated(self.gate_up_proj(x_TD)))
+        out: torch.Tensor = self.down_proj(self.gating(self.gate_up_proj(x_TD)))
         return out
 
 

@@ -10,6 +10,7 @@ Shape suffixes: T tokens, D model width or head_dim.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -17,6 +18,9 @@ from torch import nn
 from torch.nn import functional
 
 from torpor.model.rope_config import RopeConfig
+
+Gating = Callable[[torch.Tensor], torch.Tensor]
+"""``silu(gate) * up`` of [..., 2 * I], gate first: [..., I]."""
 
 
 class LinearKernel(Protocol):
@@ -49,6 +53,13 @@ def use_linear_kernel(module: nn.Module, kernel: LinearKernel) -> None:
     for part in module.modules():
         if isinstance(part, Product):
             part.kernel = kernel
+
+
+def use_gating(module: nn.Module, gating: Gating) -> None:
+    """Let every MLP within a module, its experts included, use a gating."""
+    for part in module.modules():
+        if hasattr(part, "gating"):
+            part.gating = gating  # type: ignore[assignment]
 
 
 class Linear(Product):
@@ -189,6 +200,17 @@ def rotate(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) ->
     """Rotate every pair (i, i + D/2) of queries or keys [T, H, D] by its position's angle."""
     lower, upper = x_THD.chunk(2, dim=-1)
     return (x_THD * cos_T1D).add_(torch.cat((upper, lower), dim=-1).mul_(sin_T1D))
+
+
+def gated_by_rows(gate_up: torch.Tensor) -> torch.Tensor:
+    """As `gated`, with bits that do not depend on how many rows there are.
+
+    torch's silu rounds differently where a vector register is not filled, so an element's bits
+    depend on where it lies; its exponential does not.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    wide = gate.float()
+    return (wide / (1 + torch.exp(-wide))).to(gate.dtype).mul_(up)
 
 
 def gated(gate_up: torch.Tensor) -> torch.Tensor:

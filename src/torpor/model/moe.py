@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torpor.model.families import MoEConfig
-from torpor.model.layers import Linear, Product, empty_parameter, gated
+from torpor.model.layers import Gating, Linear, Product, empty_parameter, gated
 
 
 class Experts(Product):
@@ -25,6 +25,7 @@ class Experts(Product):
         self.num_experts = experts
         self.gate_up_proj = empty_parameter(experts * 2 * inner, width, dtype=dtype)
         self.down_proj = empty_parameter(experts * width, inner, dtype=dtype)
+        self.gating: Gating = gated
 
     def forward(
         self, x_TD: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor
@@ -51,7 +52,7 @@ class Experts(Product):
         start = 0
         for expert, count in zip(used.tolist(), counts.tolist(), strict=True):
             rows = slice(start, start + count)
-            inner = gated(self.kernel(x_ND[rows], gate_up_E[expert], None))
+            inner = self.gating(self.kernel(x_ND[rows], gate_up_E[expert], None))
             y = self.kernel(inner, down_E[expert], None)
             # A token is at most once among an expert's rows and meets its experts in ascending
             # order: the sum depends neither on the other tokens nor on threads.
