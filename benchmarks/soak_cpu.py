@@ -157,7 +157,7 @@ class Soak:
         level = self._rng.choice([0, 1, 1, 2, 2])
         mode = self._rng.choice(["keep", "keep", "wait", "abort"])
         tags = (
-            self._rng.choice([None, None, ["kv_cache"], ["weights"], ["graphs"]]) if level else None
+            self._rng.choice([None] * 5 + [["kv_cache"], ["weights"], ["graphs"]]) if level else None
         )
         try:
             await engine.sleep(level, tags, mode)
@@ -178,7 +178,9 @@ class Soak:
     def result(self) -> dict[str, Any]:
         """Everything that was seen, and whether it is as it must be."""
         rss = self.asleep_rss_bytes[int(len(self.asleep_rss_bytes) * WARM_UP) :]
-        third = max(1, len(rss) // 3)
+        if len(rss) < 3:
+            raise SystemExit(f"the model slept {len(rss)} times after the warm-up; soak it longer")
+        third = len(rss) // 3
         first, last = statistics.median(rss[:third]), statistics.median(rss[-third:])
         growth = last / first - 1
         return {

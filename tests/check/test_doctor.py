@@ -12,7 +12,7 @@ import torch
 from tests.check.conftest import flip_a_bit
 
 from torpor.check.doctor import Diagnosis, doctor
-from torpor.engine import llm as llm_module
+from torpor.engine import loading as loading_module
 from torpor.engine.llm import LLM
 from torpor.sleep.reports import WakeReport
 
@@ -38,6 +38,9 @@ def test_the_table_says_who_owns_what(diagnosis: Diagnosis) -> None:
     assert embedding["aliases"] == ["lm_head.weight"]
     assert embedding["host_copy"] == "checkpoint"
     assert owners["kv_cache"]["class"] == "cache"
+    scratch = {name for name, row in owners.items() if row["class"] == "scratch"}
+    assert {"input_ids", "positions", "slots", "block_tables", "attention_gather"} <= scratch
+    assert {owners[name]["tag"] for name in scratch} == {"graphs"}
     assert sum(row["owned_bytes"] for row in owners.values()) == sum(diagnosis.owned_bytes.values())
 
 
@@ -68,14 +71,14 @@ def test_the_patterns_reach_the_memory(tiny_folder: Path, monkeypatch: pytest.Mo
 def test_a_tensor_that_nobody_owns_is_a_finding(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build_model = llm_module.build_model
+    build_model = loading_module.build_model
 
     def with_stranger(*arguments: Any) -> Any:
         module = build_model(*arguments)
         module.model.stranger = torch.ones(100)  # a plain attribute: not registered
         return module
 
-    monkeypatch.setattr(llm_module, "build_model", with_stranger)
+    monkeypatch.setattr(loading_module, "build_model", with_stranger)
     diagnosis = doctor(tiny_folder, max_tokens=2)
     assert diagnosis.verdict == "findings"
     (row,) = diagnosis.residents

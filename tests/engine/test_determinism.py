@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.conftest import tiny_weights
+from safetensors.torch import save_file
+from tests.engine.conftest import TINY, tiny_weights, write_tokenizer
 
 from torpor.engine.llm import LLM
 from torpor.outputs import RequestOutput
@@ -61,16 +64,12 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "float16, chunks": {"dtype": "float16", "max_num_batched_tokens": 24},
 }
-NAPS: list[tuple[int, list[list[str] | None]]] = [
-    (level, order)
-    for level in (1, 2)
-    for order in (
-        [None],
-        [["weights"], ["kv_cache"]],
-        [["kv_cache"], ["weights"]],
-        [["graphs"], ["kv_cache"], ["weights"]],
-        [["weights", "kv_cache", "graphs"]],
-    )
+ORDERS: list[list[list[str] | None]] = [
+    [None],
+    [["weights"], ["kv_cache"]],
+    [["kv_cache"], ["weights"]],
+    [["graphs"], ["kv_cache"], ["weights"]],
+    [["weights", "kv_cache", "graphs"]],
 ]
 
 
@@ -102,7 +101,7 @@ def test_the_same_schedule_gives_the_same_bits_again_and_after_a_restart(
 def test_a_sleep_in_between_changes_no_bit(tiny_folder: Path, options: dict[str, Any]) -> None:
     with engine(tiny_folder, **options) as llm:
         expected = run(llm)
-        for level, order in NAPS:
+        for level, order in itertools.product((1, 2), ORDERS):
             llm.sleep(level)
             for tags in order:
                 llm.wake_up(tags, reload=True if level == 2 else None)
@@ -203,6 +202,36 @@ def test_batch_invariant_bits_depend_on_the_request_alone(tiny_folder: Path, dty
     expected = answers(company.alone())
     for name, outputs in company.ways():
         assert answers(outputs) == expected, name
+
+
+@pytest.fixture
+def long_folder(tmp_path: Path) -> Path:
+    """The tiny model with a context of several hundred tokens."""
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "max_position_embeddings": 640}))
+    save_file(tiny_weights(0), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    return tmp_path
+
+
+def test_batch_invariant_bits_of_long_texts(long_folder: Path) -> None:
+    """Attention that goes over its keys in several tiles; blocks of any power of two up to 256."""
+    ids = random.Random(1).choices(range(3, 300), k=600)
+    prompts = [ids, ids[:250], [*ids[:400], *ids[:60]], ids[300:303]]
+    params = SamplingParams(seed=2, max_tokens=10, ignore_eos=True, logprobs=1)
+    options: dict[str, Any] = {"max_model_len": 640, "batch_invariant": True}
+    with LLM(long_folder, **options, enable_prefix_caching=False) as llm:
+        expected = [answers(llm.generate([prompt], params))[0] for prompt in prompts]
+    ways: list[dict[str, Any]] = [
+        {"block_size": 1, "max_num_batched_tokens": 250},
+        {"block_size": 4, "num_gpu_blocks_override": 161, "max_num_batched_tokens": 301},
+        {"block_size": 256},
+    ]
+    for way in ways:
+        with LLM(long_folder, **options, **way) as llm:
+            assert answers(llm.generate(prompts, params)) == expected, way
+            again = llm.generate(prompts[::-1], params)[::-1]
+            assert any(output.num_cached_tokens for output in again)
+            assert answers(again) == expected, f"again, {way}"
 
 
 def test_tokens_depend_on_the_request_alone(tiny_folder: Path) -> None:

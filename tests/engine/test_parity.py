@@ -44,7 +44,7 @@ KINDS: dict[str, Mapping[str, Any]] = {
     "qwen3": {**QWEN3, "head_dim": 10},
     "qwen3 moe": MOE,
 }
-FULL = {"block_size": 4, "num_gpu_blocks_override": 17}
+FULL: dict[str, Any] = {"block_size": 4, "num_gpu_blocks_override": 17}
 """Just enough blocks for one sequence of 64 tokens."""
 CASES: dict[str, dict[str, Any]] = {
     "roomy": {},

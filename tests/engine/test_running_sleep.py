@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.engine.conftest import tiny_weights
 
 from torpor.engine.llm import LLM
@@ -205,6 +206,22 @@ def test_pausing_can_end_requests(llm: LLM, mode: str) -> None:
     llm.pause_generation(mode)
     assert stream.output.finished
     assert stream.output.outputs[0].finish_reason == ("abort" if mode == "abort" else "length")
+
+
+def test_step_buffers_wake_full_of_the_poison_and_nothing_reads_it(llm: LLM) -> None:
+    expected = tokens(llm.generate(PROMPTS, PARAMS))
+    inputs, workspace = llm.core._runner._inputs, llm.core._runner._attention._workspace  # type: ignore[attr-defined]
+    buffers = [inputs._ids_T, inputs._slots_T, inputs._tables_RB, workspace._narrow]
+    addresses = [buffer.data_ptr() for buffer in buffers]
+    for level in (1, 2):
+        llm.sleep(level)
+        llm.wake_up()
+        for buffer in buffers:
+            # Whatever the pattern of the dtype is: one byte everywhere, and not zero.
+            (byte,) = set(buffer.view(torch.uint8).flatten().tolist()[:4096])
+            assert byte != 0
+        assert tokens(llm.generate(PROMPTS, PARAMS)) == expected
+    assert [buffer.data_ptr() for buffer in buffers] == addresses
 
 
 # -- weights ------------------------------------------------------------------------------------
