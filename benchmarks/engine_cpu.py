@@ -171,7 +171,7 @@ class Run:
 
     def _model_folder(self) -> Path:
         code = (
-            "import sys; from torpor.model.resolve import resolve_model; "
+            "import sys; from torpor.model.checkpoints.resolve import resolve_model; "
             "print(resolve_model(sys.argv[1]).folder)"
         )
         done = subprocess.run(

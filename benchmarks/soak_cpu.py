@@ -157,7 +157,9 @@ class Soak:
         level = self._rng.choice([0, 1, 1, 2, 2])
         mode = self._rng.choice(["keep", "keep", "wait", "abort"])
         tags = (
-            self._rng.choice([None] * 5 + [["kv_cache"], ["weights"], ["graphs"]]) if level else None
+            self._rng.choice([None] * 5 + [["kv_cache"], ["weights"], ["graphs"]])
+            if level
+            else None
         )
         try:
             await engine.sleep(level, tags, mode)

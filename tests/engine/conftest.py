@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from torpor.engine.text import Tokenizer
+from torpor.engine.text.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{% for message in messages %}"

@@ -8,10 +8,10 @@ from typing import Any
 
 from torpor.cache.manager import Epochs, KVCacheManager
 from torpor.cache.spec import KVSpec
-from torpor.engine.prompts import Prompt
-from torpor.engine.request import Request, Sequence
-from torpor.engine.scheduler import Scheduler, SchedulerConfig
-from torpor.engine.step import Step
+from torpor.engine.requests.prompts import Prompt
+from torpor.engine.requests.request import Request, Sequence
+from torpor.engine.steps.scheduler import Scheduler, SchedulerConfig
+from torpor.engine.steps.step import Step
 from torpor.params import SamplingParams
 
 

@@ -8,17 +8,17 @@ from typing import Any, cast
 
 from torpor.cache.manager import Epochs, KVCacheManager
 from torpor.cache.spec import KVSpec
-from torpor.engine.completion import Completion, EndRules
-from torpor.engine.core import EngineCore
-from torpor.engine.logprobs import RankedToken
-from torpor.engine.prompts import Prompt
-from torpor.engine.request import Request
-from torpor.engine.request import Sequence as Seq
-from torpor.engine.runner import Launched
-from torpor.engine.sampler import SampledToken
-from torpor.engine.scheduler import Scheduler, SchedulerConfig
-from torpor.engine.step import Row, Step
-from torpor.engine.text import Tokenizer
+from torpor.engine.requests.completion import Completion, EndRules
+from torpor.engine.requests.prompts import Prompt
+from torpor.engine.requests.request import Request
+from torpor.engine.requests.request import Sequence as Seq
+from torpor.engine.sampling.logprobs import RankedToken
+from torpor.engine.sampling.sampler import SampledToken
+from torpor.engine.steps.core import EngineCore
+from torpor.engine.steps.runner import Launched
+from torpor.engine.steps.scheduler import Scheduler, SchedulerConfig
+from torpor.engine.steps.step import Row, Step
+from torpor.engine.text.tokenizer import Tokenizer
 from torpor.errors import RequestError
 from torpor.params import SamplingParams
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tests.engine.scripted import Bench
 
-from torpor.engine.answers import Teller, answer
-from torpor.engine.prompt_logprobs import PromptLogprobs
-from torpor.engine.request import Request
-from torpor.engine.text import Tokenizer
+from torpor.engine.requests.answers import Teller, answer
+from torpor.engine.requests.prompt_logprobs import PromptLogprobs
+from torpor.engine.requests.request import Request
+from torpor.engine.text.tokenizer import Tokenizer
 from torpor.errors import RequestError
 from torpor.outputs import CompletionOutput, RequestOutput
 from torpor.params import RequestOutputKind

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from torpor.engine.bad_words import bad_word_sequences, blocked_ids
-from torpor.engine.text import Tokenizer
+from torpor.engine.sampling.bad_words import bad_word_sequences, blocked_ids
+from torpor.engine.text.tokenizer import Tokenizer
 
 
 def test_a_word_is_forbidden_with_and_without_a_space_before_it(tokenizer: Tokenizer) -> None:

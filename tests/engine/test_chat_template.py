@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tests.engine.conftest import TEMPLATE
 
-from torpor.engine.chat_template import render
+from torpor.engine.text.chat_template import render
 from torpor.errors import ConfigError, RequestError
 
 HI = [{"role": "user", "content": "hi"}]

@@ -10,10 +10,10 @@ import pytest
 from tests.engine.interrupts import interrupted_at
 from tests.engine.scripted import END_RULES, EOS, sampled
 
-from torpor.engine import completion as completion_module
-from torpor.engine import detokenizer as detokenizer_module
-from torpor.engine.completion import Completion
-from torpor.engine.text import Tokenizer
+from torpor.engine.requests import completion as completion_module
+from torpor.engine.requests.completion import Completion
+from torpor.engine.text import detokenizer as detokenizer_module
+from torpor.engine.text.tokenizer import Tokenizer
 from torpor.errors import RequestError
 from torpor.params import SamplingParams
 

@@ -10,11 +10,11 @@ from tests.engine.interrupts import interrupted_at
 from tests.engine.scripted import EOS, Bench
 
 from torpor.cache import manager, pool, prefix, table
-from torpor.engine import completion as completion_module
-from torpor.engine import core as core_module
-from torpor.engine import scheduler
-from torpor.engine.request import Request, Status
-from torpor.engine.text import Tokenizer
+from torpor.engine.requests import completion as completion_module
+from torpor.engine.requests.request import Request, Status
+from torpor.engine.steps import core as core_module
+from torpor.engine.steps import scheduler
+from torpor.engine.text.tokenizer import Tokenizer
 from torpor.errors import AsleepError, OutOfMemoryError, RequestError, StepError
 
 PROMPT = tuple(range(10, 22))
@@ -106,7 +106,7 @@ def test_metrics_tell_the_first_token_and_the_end(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(100, 200))
-    monkeypatch.setattr("torpor.engine.core.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("torpor.engine.steps.core.time.monotonic", lambda: float(next(clock)))
     request = bench.add("ab", "a")
     assert (request.first_token_s, request.finished_s) == (None, None)
     bench.step()

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from torpor.engine.detokenizer import Detokenizer, StopStrings
-from torpor.engine.text import Tokenizer
+from torpor.engine.text.detokenizer import Detokenizer, StopStrings
+from torpor.engine.text.tokenizer import Tokenizer
 
 
 def pieces_of(tokenizer: Tokenizer, ids: list[int]) -> list[str]:

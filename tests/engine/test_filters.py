@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torpor.engine.filters import surviving_ids, top_ids
+from torpor.engine.sampling.filters import surviving_ids, top_ids
 from torpor.params import SamplingParams
 
 KINDS = ("random", "flat", "steps", "peaked", "wide", "impossible")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from torpor.engine.grammar import Grammar, GrammarCompiler
-from torpor.engine.text import Tokenizer
+from torpor.engine.sampling.grammar import Grammar, GrammarCompiler
+from torpor.engine.text.tokenizer import Tokenizer
 from torpor.errors import RequestError
-from torpor.model.resolve import resolve_model
+from torpor.model.checkpoints.resolve import resolve_model
 from torpor.params import StructuredOutputsParams
 
 TINY_VOCABULARY = 320

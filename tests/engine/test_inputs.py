@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from torpor.engine.inputs import InputBuffers
-from torpor.engine.step import Row
-from torpor.model.attention import AttentionBatch
+from torpor.engine.steps.inputs import InputBuffers
+from torpor.engine.steps.step import Row
+from torpor.model.attention.interface import AttentionBatch
 
 GARBAGE = -(2**62)
 

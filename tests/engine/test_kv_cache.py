@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from torpor.engine.args import EngineArgs
-from torpor.engine.kv_cache import KVCacheMemory, allocate_kv_cache, resolve_num_blocks
+from torpor.engine.steps.kv_cache import KVCacheMemory, allocate_kv_cache, resolve_num_blocks
 from torpor.errors import ArgumentError
-from torpor.model.attention import AttentionSpec
+from torpor.model.attention.interface import AttentionSpec
 from torpor.sleep.sleeper import Sleeper
 
 GIB = 1 << 30

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -180,7 +182,7 @@ def test_one_bad_request_is_refused_before_anything_runs(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, prompts: Any, params: Any
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("torpor.engine.runner.ModelRunner.launch", unreachable)
+        patch.setattr("torpor.engine.steps.runner.ModelRunner.launch", unreachable)
         with pytest.raises(RequestError):
             llm.generate(prompts, params)
     assert answers(llm) == answers(llm)
@@ -550,7 +552,7 @@ def test_a_write_outside_the_door_is_an_error_at_sleep(llm: LLM) -> None:
 
 
 def by_source(llm: LLM, folder: Path) -> None:
-    from torpor.model.resolve import resolve_model
+    from torpor.model.checkpoints.resolve import resolve_model
 
     llm.update_weights(resolve_model(folder).source)
 
@@ -788,3 +790,17 @@ def test_nan_is_let_in_where_asked_for(tiny_folder: Path) -> None:
     with LLM(tiny_folder, check_nan=False) as llm:
         shape = next(value.shape for key, value in tiny_weights(1).items() if key == name)
         assert llm.update_weights({name: torch.full(shape, torch.nan)}).updated == 1
+
+
+def test_a_weight_looked_at_after_closing_does_not_end_the_process(tiny_folder: Path) -> None:
+    """A traceback that prints a tensor comes after the with block that closed the model."""
+    code = (
+        "import sys\n"
+        f"sys.path[:0] = {[path for path in sys.path if path]!r}\n"
+        "from torpor import LLM\n"
+        f"with LLM({str(tiny_folder)!r}) as llm:\n"
+        "    weight = next(llm.core._runner._model.parameters())\n"
+        "print(float(weight.sum()), len(repr(weight)) > 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "0.0 True\n"), done.stderr

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from torpor.engine.logprobs import RankedToken, prompt_logprobs, ranked_tokens
+from torpor.engine.sampling.logprobs import RankedToken, prompt_logprobs, ranked_tokens
 
 
 def some_logits(rows: int, size: int) -> torch.Tensor:

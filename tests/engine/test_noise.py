@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torpor.engine import noise as noise_module
-from torpor.engine.noise import GAMMA, gumbel_argmax, gumbel_noise, mix, uniform_noise
+from torpor.engine.sampling import noise as noise_module
+from torpor.engine.sampling.noise import GAMMA, gumbel_argmax, gumbel_noise, mix, uniform_noise
 
 
 def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:

@@ -27,7 +27,7 @@ from tests.model.helpers import (
 )
 
 from torpor.engine.llm import LLM
-from torpor.model.config import ARCHITECTURES
+from torpor.model.config.config import ARCHITECTURES
 from torpor.outputs import Logprob, RequestOutput
 from torpor.params import SamplingParams
 

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from torpor.engine.logprobs import RankedToken
-from torpor.engine.prompt_logprobs import PromptLogprobs
-from torpor.engine.text import Tokenizer
+from torpor.engine.requests.prompt_logprobs import PromptLogprobs
+from torpor.engine.sampling.logprobs import RankedToken
+from torpor.engine.text.tokenizer import Tokenizer
 from torpor.outputs import Logprob
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from torpor.engine.prompts import PromptReader, params_for
-from torpor.engine.text import Tokenizer
+from torpor.engine.requests.prompts import PromptReader, params_for
+from torpor.engine.text.tokenizer import Tokenizer
 from torpor.errors import PromptTooLongError, RequestError
 from torpor.params import SamplingParams
 

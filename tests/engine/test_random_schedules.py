@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from torpor.engine.llm import LLM
-from torpor.engine.prompts import Prompt
-from torpor.engine.request import Request
+from torpor.engine.requests.prompts import Prompt
+from torpor.engine.requests.request import Request
 from torpor.params import SamplingParams
 
 NUM_STEPS = 2_000

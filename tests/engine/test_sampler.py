@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torpor.engine.sampler import (
+from torpor.engine.sampling.sampler import (
     LogprobsMode,
     SampledToken,
     SamplingRow,

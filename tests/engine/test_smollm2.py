@@ -15,9 +15,9 @@ from tests.model.helpers import reference as reference_model
 
 import torpor
 from torpor.engine.llm import LLM
-from torpor.engine.text import Tokenizer
-from torpor.model.files import ModelFiles
-from torpor.model.resolve import resolve_model
+from torpor.engine.text.tokenizer import Tokenizer
+from torpor.model.checkpoints.files import ModelFiles
+from torpor.model.checkpoints.resolve import resolve_model
 from torpor.outputs import RequestOutput
 from torpor.params import SamplingParams
 

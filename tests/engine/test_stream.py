@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 from tests.engine.scripted import Bench
 
-from torpor.engine.answers import answer
-from torpor.engine.request import Request
+from torpor.engine.requests.answers import answer
+from torpor.engine.requests.request import Request
+from torpor.engine.steps.turns import Turns
 from torpor.engine.stream import Stream
-from torpor.engine.text import Tokenizer
-from torpor.engine.turns import Turns
+from torpor.engine.text.tokenizer import Tokenizer
 from torpor.errors import AsleepError, RequestError, StateError, StepError
 from torpor.outputs import RequestOutput
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.engine.conftest import TEMPLATE
 
-from torpor.engine.text import Tokenizer
+from torpor.engine.text.tokenizer import Tokenizer
 from torpor.errors import CheckpointError, ConfigError, RequestError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from torpor.engine.turns import Turns
+from torpor.engine.steps.turns import Turns
 
 
 def in_thread(act: Callable[[], None]) -> threading.Thread:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torpor.model.attention import AttentionBatch, AttentionSpec
-from torpor.model.kv_layout import KVLayout
-from torpor.model.torch_attention import TorchAttention
+from torpor.model.attention.interface import AttentionBatch, AttentionSpec
+from torpor.model.attention.kv_layout import KVLayout
+from torpor.model.attention.torch_attention import TorchAttention
 
 
 def reference(

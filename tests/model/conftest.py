@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tests.model.helpers import write_folder, write_gguf
 
-from torpor.model.files import ModelFiles
-from torpor.model.resolve import resolve_model
+from torpor.model.checkpoints.files import ModelFiles
+from torpor.model.checkpoints.resolve import resolve_model
 
 
 @pytest.fixture(scope="session")

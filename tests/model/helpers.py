@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
-from torpor.model.attention import AttentionSpec
-from torpor.model.config import parse_config
-from torpor.model.decoder import DecoderForCausalLM
+from torpor.model.attention.interface import AttentionSpec
+from torpor.model.config.config import parse_config
+from torpor.model.layers.decoder import DecoderForCausalLM
 from torpor.model.load import checkpoint_shapes, new_model
 
 if TYPE_CHECKING:

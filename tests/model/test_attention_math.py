@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torpor.model.attention_math import (
+from torpor.model.attention.partial import (
     HIDDEN,
     _plain,
     attend_pairs,

@@ -20,10 +20,10 @@ import torch
 from tests.model.helpers import write_gguf
 
 from torpor.errors import CheckpointError, ConfigError, HostCopyError, HostFullError
-from torpor.model.cache import cache_root
-from torpor.model.files import ModelFiles
-from torpor.model.manifest import read_manifest
-from torpor.model.resolve import resolve_model
+from torpor.model.checkpoints.cache import cache_root
+from torpor.model.checkpoints.files import ModelFiles
+from torpor.model.checkpoints.manifest import read_manifest
+from torpor.model.checkpoints.resolve import resolve_model
 
 FILES = (
     "model.safetensors",
@@ -241,7 +241,7 @@ def test_a_full_or_closed_disk_is_a_typed_error_and_leaves_nothing(
         path.write_bytes(b"half")
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("torpor.model.convert.write_safetensors", full)
+    monkeypatch.setattr("torpor.model.checkpoints.convert.write_safetensors", full)
     with pytest.raises(error, match=problem):
         resolve_model(tiny_gguf)
     assert left_in(cache) == []
@@ -274,7 +274,7 @@ def test_a_lock_that_is_never_released_is_a_typed_error(
 ) -> None:
     import filelock
 
-    monkeypatch.setattr("torpor.model.cache.LOCK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("torpor.model.checkpoints.cache.LOCK_TIMEOUT_S", 0.0)
     name = f"{resolve_model(tiny_gguf).folder.name}.lock"
     shutil.rmtree(cache / name.removesuffix(".lock"))
     with (
@@ -309,7 +309,7 @@ def test_where_the_cache_lies(
 
 WORKER = """
 import pathlib, sys
-from torpor.model.resolve import resolve_model
+from torpor.model.checkpoints.resolve import resolve_model
 ready, go, path = map(pathlib.Path, sys.argv[1:])
 stages = set()
 def progress(stage, done, total):
@@ -353,7 +353,7 @@ def test_two_processes_convert_once(tmp_path: Path, tiny_gguf: Path, cache: Path
 
 KILLED = """
 import os, signal, sys
-from torpor.model.resolve import resolve_model
+from torpor.model.checkpoints.resolve import resolve_model
 def progress(stage, done, total):
     if stage == "convert" and done * 2 > total:
         os.kill(os.getpid(), signal.SIGKILL)

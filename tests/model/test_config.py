@@ -11,7 +11,7 @@ import pytest
 from tests.model.helpers import MISTRAL, QWEN2, QWEN3, QWEN3_MOE, TINY
 
 from torpor.errors import ConfigError
-from torpor.model.config import ModelConfig, RopeConfig, load_config, parse_config
+from torpor.model.config.config import ModelConfig, RopeConfig, load_config, parse_config
 
 LLAMA3 = {
     "factor": 8.0,

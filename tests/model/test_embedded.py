@@ -13,8 +13,8 @@ import pytest
 from tests.model.helpers import write_gguf
 
 from torpor.errors import CheckpointError, ModelNotFoundError
-from torpor.model.embedded import EMBEDDED_MODELS, EmbeddedModel, check_hash, locate
-from torpor.model.resolve import resolve_model
+from torpor.model.checkpoints.embedded import EMBEDDED_MODELS, EmbeddedModel, check_hash, locate
+from torpor.model.checkpoints.resolve import resolve_model
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def model(package: Path, monkeypatch: pytest.MonkeyPatch) -> EmbeddedModel:
         sha256=hashlib.sha256((package / "tiny.gguf").read_bytes()).hexdigest(),
     )
     known: Mapping[str, EmbeddedModel] = MappingProxyType({"tiny": model})
-    monkeypatch.setattr("torpor.model.resolve.EMBEDDED_MODELS", known)
+    monkeypatch.setattr("torpor.model.checkpoints.resolve.EMBEDDED_MODELS", known)
     return model
 
 

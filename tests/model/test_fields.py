@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torpor.errors import CheckpointError, ConfigError
-from torpor.model.fields import Fields, parse_json_object, read_json_object
+from torpor.model.config.fields import Fields, parse_json_object, read_json_object
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_an_absurdly_large_file_is_not_parsed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torpor.model.fields.MAX_JSON_BYTES", 10)
+    monkeypatch.setattr("torpor.model.config.fields.MAX_JSON_BYTES", 10)
     (tmp_path / "big.json").write_text('{"a": 12345}')
     with pytest.raises(ConfigError, match="larger than 10 bytes"):
         read_json_object(tmp_path / "big.json")

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.model.helpers import write_gguf
 
 from torpor.errors import CheckpointError, ConfigError
-from torpor.model.gguf_file import GgufFile
-from torpor.model.gguf_header import read_gguf_header
-from torpor.model.gguf_tokenizer import build_tokenizer
+from torpor.model.checkpoints.gguf_file import GgufFile
+from torpor.model.checkpoints.gguf_header import read_gguf_header
+from torpor.model.checkpoints.gguf_tokenizer import build_tokenizer
 
 STRING, ARRAY, UINT32, FLOAT32 = 8, 9, 4, 6
 HUGE = 2**64 - 1

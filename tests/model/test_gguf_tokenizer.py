@@ -9,8 +9,8 @@ from tests.model.helpers import GGUF_MERGES, GGUF_SPECIALS, GGUF_TOKENS, GGUF_TY
 from tokenizers import Tokenizer
 
 from torpor.errors import CheckpointError, ConfigError
-from torpor.model.gguf_header import read_gguf_header
-from torpor.model.gguf_tokenizer import TokenizerFiles, build_tokenizer
+from torpor.model.checkpoints.gguf_header import read_gguf_header
+from torpor.model.checkpoints.gguf_tokenizer import TokenizerFiles, build_tokenizer
 
 
 def rebuilt(folder: Path, **metadata: object) -> TokenizerFiles:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.model.attention_reference import World, attention_spec
 
 from torpor.errors import ArgumentError
-from torpor.model.attention import AttentionSpec
-from torpor.model.kv_layout import KVLayout
-from torpor.model.torch_attention import TorchAttention
+from torpor.model.attention.interface import AttentionSpec
+from torpor.model.attention.kv_layout import KVLayout
+from torpor.model.attention.torch_attention import TorchAttention
 
 SPECS = {
     "grouped": attention_spec(heads=9, kv_heads=3, k_dim=64, v_dim=64),

@@ -9,7 +9,7 @@ import torch
 from tests.model.attention_reference import attention_spec
 
 from torpor.errors import ArgumentError
-from torpor.model.kv_layout import KVLayout, Rows
+from torpor.model.attention.kv_layout import KVLayout, Rows
 
 SPECS = (
     attention_spec(0, heads=9, kv_heads=3, k_dim=8, v_dim=8),

@@ -9,8 +9,8 @@ import torch
 from tests.model.helpers import QWEN3_MOE, TINY, OneSequence, random_values
 from torch.nn import functional
 
-from torpor.model.config import RopeConfig, parse_config
-from torpor.model.layers import (
+from torpor.model.config.config import RopeConfig, parse_config
+from torpor.model.layers.layers import (
     HeadNorm,
     Linear,
     RMSNorm,

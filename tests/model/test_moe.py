@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from torpor.model.families import MoEConfig
-from torpor.model.layers import use_linear_kernel
-from torpor.model.moe import SparseMoE
+from torpor.model.config.families import MoEConfig
+from torpor.model.layers.layers import use_linear_kernel
+from torpor.model.layers.moe import SparseMoE
 
 WIDTH, INNER, EXPERTS = 16, 12, 7
 

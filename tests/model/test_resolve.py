@@ -8,7 +8,7 @@ import pytest
 from tests.model.helpers import write_folder, write_shards
 
 from torpor.errors import CheckpointError, ConfigError, ModelNotFoundError
-from torpor.model.resolve import resolve_model
+from torpor.model.checkpoints.resolve import resolve_model
 
 
 def test_a_folder_is_taken_as_it_is(folder: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.model.helpers import write_folder, write_shards
 
 from torpor.errors import CheckpointError
-from torpor.model.safetensors_source import SafetensorsSource
+from torpor.model.checkpoints.safetensors_source import SafetensorsSource
 
 Header = dict[str, Any]
 NORM = "model.norm.weight"

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from tests.model.helpers import TINY, random_weights, write_shards
 
 from torpor.errors import CheckpointError
-from torpor.model.safetensors_source import SafetensorsSource, tensor_digest
-from torpor.model.safetensors_writer import write_safetensors
+from torpor.model.checkpoints.safetensors_source import SafetensorsSource, tensor_digest
+from torpor.model.checkpoints.safetensors_writer import write_safetensors
 from torpor.sleep.source import WeightSource
 
 

@@ -12,8 +12,8 @@ import tokenizers
 import torch
 from tests.model.helpers import OneSequence, fill, logits_of, reference
 
-from torpor.model.decoder import DecoderForCausalLM
-from torpor.model.files import ModelFiles
+from torpor.model.checkpoints.files import ModelFiles
+from torpor.model.layers.decoder import DecoderForCausalLM
 from torpor.model.load import build_model
 
 pytestmark = pytest.mark.embedded
@@ -131,7 +131,7 @@ def test_chat_template_and_special_tokens_are_kept(smollm2: ModelFiles) -> None:
 def test_resolving_and_loading_import_neither_transformers_nor_the_package() -> None:
     code = (
         "import sys, torch\n"
-        "from torpor.model.resolve import resolve_model\n"
+        "from torpor.model.checkpoints.resolve import resolve_model\n"
         "from torpor.model.load import build_model\n"
         "files = resolve_model('smollm2')\n"
         "build_model(files, torch.float32)\n"

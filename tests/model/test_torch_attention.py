@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tests.model.attention_reference import World, attention_spec
 
 from torpor.errors import ArgumentError
-from torpor.model import torch_attention
-from torpor.model.kv_layout import KVLayout
-from torpor.model.torch_attention import TorchAttention
+from torpor.model.attention import torch_attention
+from torpor.model.attention.kv_layout import KVLayout
+from torpor.model.attention.torch_attention import TorchAttention
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 LSE_TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1e-3, torch.float16: 5e-6}
@@ -104,7 +104,7 @@ def test_many_decode_rows_of_different_lengths() -> None:
 
 
 def test_a_window_longer_than_a_tile_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torpor.model import attention_plan
+    from torpor.model.attention import plan as attention_plan
 
     monkeypatch.setattr(attention_plan, "WINDOW_TILE", 16)
     world = World([attention_spec(window=20)], [100], workspace_bytes=1 << 14)

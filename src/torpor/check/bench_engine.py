@@ -15,7 +15,7 @@ from torpor.params import SamplingParams
 
 if TYPE_CHECKING:
     from torpor.check.bench_options import EngineChoices
-    from torpor.model.files import Progress
+    from torpor.model.checkpoints.files import Progress
 
 Prompt = list[int]
 

@@ -12,7 +12,7 @@ from torpor.check.bench_scene import Scene, load_average, scene_since
 
 if TYPE_CHECKING:
     from torpor.check.bench_options import LatencyOptions, Listener
-    from torpor.model.files import Progress
+    from torpor.model.checkpoints.files import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from torpor.sleep.poison import poison_from
 if TYPE_CHECKING:
     from torpor.check.bench_options import Listener, SleepOptions
     from torpor.engine.llm import LLM
-    from torpor.model.files import Progress
+    from torpor.model.checkpoints.files import Progress
     from torpor.sleep.reports import SleepReport, WakeReport
 
 

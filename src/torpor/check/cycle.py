@@ -21,7 +21,7 @@ from torpor.sleep.procfs import process_rss_bytes
 
 if TYPE_CHECKING:
     from torpor.check.oracle import Answer
-    from torpor.model.files import Progress
+    from torpor.model.checkpoints.files import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torpor.check.oracle import Answer
     from torpor.check.rig import Rig
-    from torpor.model.files import Progress
+    from torpor.model.checkpoints.files import Progress
     from torpor.sleep.audit import AuditReport
     from torpor.sleep.status import OwnerRow
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from torpor.engine.logprobs import LogprobsMode
-    from torpor.model.files import Progress
+    from torpor.engine.sampling.logprobs import LogprobsMode
+    from torpor.model.checkpoints.files import Progress
 
 
 class EngineOptions(TypedDict, total=False):

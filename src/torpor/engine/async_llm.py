@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, Unpack
 from torpor.engine.args import EngineOptions, engine_args
 from torpor.engine.engine import Engine
 from torpor.engine.options import check_on_asleep, check_timeout
-from torpor.engine.prompts import params_for
+from torpor.engine.requests.prompts import params_for
 from torpor.engine.step_thread import StepThread
 from torpor.engine.subscription import Subscription
 from torpor.errors import AsleepError, RequestError
@@ -19,8 +19,8 @@ from torpor.errors import AsleepError, RequestError
 if TYPE_CHECKING:
     import torch
 
-    from torpor.engine.request import Request
-    from torpor.engine.text import Tokenizer
+    from torpor.engine.requests.request import Request
+    from torpor.engine.text.tokenizer import Tokenizer
     from torpor.outputs import RequestOutput
     from torpor.params import SamplingParams
     from torpor.sleep.reports import SleepReport, UpdateReport, VerifyReport, WakeReport

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from torpor.engine.options import check_mode, resolve_level
-from torpor.engine.turns import Turns
+from torpor.engine.steps.turns import Turns
 from torpor.errors import ArgumentError, AsleepError, StateError, TorporError
 from torpor.sleep.choices import tags_from
 from torpor.sleep.reports import SleepReport
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from torpor.cache.manager import KVCacheManager
-    from torpor.engine.core import EngineCore
+    from torpor.engine.steps.core import EngineCore
     from torpor.sleep.reports import UpdateReport, VerifyReport, WakeReport
     from torpor.sleep.sleeper import Sleeper
     from torpor.sleep.source import WeightSource

@@ -11,21 +11,21 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from torpor.engine.answers import answer
-from torpor.engine.bad_words import TokenSequences, bad_word_sequences
-from torpor.engine.completion import Completion, EndRules
 from torpor.engine.control import SleepControl
 from torpor.engine.loading import load_parts
-from torpor.engine.prompt_logprobs import PromptLogprobs
-from torpor.engine.prompts import Prompt, PromptReader
-from torpor.engine.request import Request, Sequence
-from torpor.engine.sampler import child_seed
+from torpor.engine.requests.answers import answer
+from torpor.engine.requests.completion import Completion, EndRules
+from torpor.engine.requests.prompt_logprobs import PromptLogprobs
+from torpor.engine.requests.prompts import Prompt, PromptReader
+from torpor.engine.requests.request import Request, Sequence
+from torpor.engine.sampling.bad_words import TokenSequences, bad_word_sequences
+from torpor.engine.sampling.sampler import child_seed
 from torpor.errors import RequestError
 
 if TYPE_CHECKING:
     from torpor.engine.args import EngineArgs
-    from torpor.engine.grammar import Grammar
-    from torpor.engine.text import Tokenizer
+    from torpor.engine.sampling.grammar import Grammar
+    from torpor.engine.text.tokenizer import Tokenizer
     from torpor.outputs import RequestOutput
     from torpor.params import SamplingParams
 

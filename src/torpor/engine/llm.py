@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 from torpor.engine.args import EngineOptions, engine_args
 from torpor.engine.engine import Engine
 from torpor.engine.progress_bar import ProgressBar
-from torpor.engine.prompts import Prompt, params_for
+from torpor.engine.requests.prompts import Prompt, params_for
 from torpor.engine.stream import Stream
 from torpor.errors import GenerationError, RequestError
 
 if TYPE_CHECKING:
-    from torpor.engine.request import Request
-    from torpor.engine.text import Tokenizer
+    from torpor.engine.requests.request import Request
+    from torpor.engine.text.tokenizer import Tokenizer
     from torpor.outputs import RequestOutput
     from torpor.params import SamplingParams
 

@@ -11,34 +11,34 @@ import torch
 
 from torpor.cache.manager import Epochs, KVCacheManager
 from torpor.engine.args import DEFAULT_MAX_NUM_BATCHED_TOKENS, EngineArgs
-from torpor.engine.completion import EndRules
-from torpor.engine.core import EngineCore
-from torpor.engine.grammar import GrammarCompiler
-from torpor.engine.inputs import InputBuffers
-from torpor.engine.kv_cache import KVCacheMemory, allocate_kv_cache
 from torpor.engine.options import (
     resolve_dtype,
     resolve_max_model_len,
     resolve_seed,
     set_num_threads,
 )
-from torpor.engine.runner import ModelRunner
-from torpor.engine.scheduler import Scheduler, SchedulerConfig
-from torpor.engine.text import Tokenizer
+from torpor.engine.requests.completion import EndRules
+from torpor.engine.sampling.grammar import GrammarCompiler
+from torpor.engine.steps.core import EngineCore
+from torpor.engine.steps.inputs import InputBuffers
+from torpor.engine.steps.kv_cache import KVCacheMemory, allocate_kv_cache
+from torpor.engine.steps.runner import ModelRunner
+from torpor.engine.steps.scheduler import Scheduler, SchedulerConfig
+from torpor.engine.text.tokenizer import Tokenizer
 from torpor.engine.watched_source import WatchedSource
 from torpor.errors import CheckpointError
-from torpor.model.layers import gated_by_rows, use_gating, use_linear_kernel
-from torpor.model.linear_kernels import linear_kernel
+from torpor.model.attention.torch_attention import TorchAttention
+from torpor.model.checkpoints.resolve import resolve_model
+from torpor.model.layers.layers import gated_by_rows, use_gating, use_linear_kernel
+from torpor.model.layers.linear_kernels import linear_kernel
 from torpor.model.load import build_model
-from torpor.model.resolve import resolve_model
-from torpor.model.torch_attention import TorchAttention
 from torpor.sleep.building import building
 from torpor.sleep.classes import OwnershipClass
 from torpor.sleep.sleeper import Sleeper
 
 if TYPE_CHECKING:
-    from torpor.model.decoder import DecoderForCausalLM
-    from torpor.model.files import ModelFiles
+    from torpor.model.checkpoints.files import ModelFiles
+    from torpor.model.layers.decoder import DecoderForCausalLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

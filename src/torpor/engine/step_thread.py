@@ -10,7 +10,7 @@ from torpor.errors import StateError, TorporError
 
 if TYPE_CHECKING:
     from torpor.engine.engine import Engine
-    from torpor.engine.request import Request
+    from torpor.engine.requests.request import Request
     from torpor.engine.subscription import Subscription
 
 

@@ -8,7 +8,7 @@ from torpor.errors import AsleepError
 
 if TYPE_CHECKING:
     from torpor.engine.engine import Engine
-    from torpor.engine.request import Request
+    from torpor.engine.requests.request import Request
     from torpor.outputs import RequestOutput
 
 

@@ -7,12 +7,12 @@ import contextlib
 from collections import deque
 from typing import TYPE_CHECKING
 
-from torpor.engine.answers import Teller
+from torpor.engine.requests.answers import Teller
 from torpor.outputs import RequestOutput
 from torpor.params import RequestOutputKind
 
 if TYPE_CHECKING:
-    from torpor.engine.request import Request
+    from torpor.engine.requests.request import Request
 
 
 class Subscription:

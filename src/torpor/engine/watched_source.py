@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from torpor.model.files import Progress
-    from torpor.model.safetensors_source import SafetensorsSource
+    from torpor.model.checkpoints.files import Progress
+    from torpor.model.checkpoints.safetensors_source import SafetensorsSource
     from torpor.sleep.source import FileExtent
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from torpor.model.config import ModelConfig
-from torpor.model.decoder import DecoderForCausalLM
-from torpor.model.files import ModelFiles
+from torpor.model.checkpoints.files import ModelFiles
+from torpor.model.config.config import ModelConfig
+from torpor.model.layers.decoder import DecoderForCausalLM
 
 
 def build_model(files: ModelFiles, dtype: torch.dtype) -> DecoderForCausalLM:

@@ -39,7 +39,7 @@ class LoadingBar:
         self._task = progress.add_task(self._stage, total=None)
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show how far a stage has come; see ``torpor.model.files.Progress``."""
+        """Show how far a stage has come; see ``torpor.model.checkpoints.files.Progress``."""
         # The step after a finished stage may be long before it says anything.
         shown = "loading" if done >= total else stage
         if shown != self._stage:

@@ -121,6 +121,12 @@ class Arena:
             self.device.unmap(self.address, self.nbytes)
         self.mapped_bytes = 0
 
+    def abandon(self) -> None:
+        """Release all memory for good, and let what is left be read; see ``Device.abandon``."""
+        self.give_up()
+        with contextlib.suppress(ArenaError):
+            self.device.abandon(self.address, self.nbytes)
+
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
         """A torch storage over one slot; it keeps this arena alive."""
         return self.device.storage(self.address + offset, nbytes, self)

@@ -31,6 +31,7 @@ HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 # Linux values, the same on every architecture that torch builds for (man 2 mmap, man 2 madvise).
 _PROT_NONE = 0
+_PROT_READ = 1
 _PROT_READ_WRITE = 3
 _MAP_PRIVATE_ANONYMOUS_NORESERVE = 0x02 | 0x20 | 0x4000
 _MADV_DONTNEED = 4
@@ -123,6 +124,11 @@ class CpuDevice:
             return
         self._check(self._libc.madvise(address, nbytes, _MADV_DONTNEED), "release", nbytes)
         self._check(self._libc.mprotect(address, nbytes, _PROT_NONE), "protect", nbytes)
+
+    def abandon(self, address: int, nbytes: int) -> None:
+        if nbytes:
+            # The kernel answers reads of fresh private pages from one page of zeros.
+            self._check(self._libc.mprotect(address, nbytes, _PROT_READ), "make readable", nbytes)
 
     def available_bytes(self) -> int:
         return available_memory_bytes()

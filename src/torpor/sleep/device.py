@@ -75,6 +75,14 @@ class Device(Protocol):
         """
         ...
 
+    def abandon(self, address: int, nbytes: int) -> None:
+        """Let a released range be read for good, without memory: its owner gave the content up.
+
+        What is read means nothing; but a debugger or a traceback that prints a tensor must not end
+        the process.
+        """
+        ...
+
     def available_bytes(self) -> int:
         """Physical memory that ``map`` could acquire now."""
         ...

@@ -364,7 +364,7 @@ class Sleeper(SleeperCore):
 
         Args:
             discard: while asleep, or while content is missing, give the content up; the modules
-                can never be used again, and say so.
+                can never be used again, and say so. Bare tensors read as zeros.
 
         Raises:
             StateError: asleep or incomplete, and ``discard`` is False.
@@ -384,6 +384,9 @@ class Sleeper(SleeperCore):
             if not self.is_sleeping and not self.missing:
                 leave(self._context)
                 self._guard.remove()
+            else:
+                for arena in self._context.ledger.arenas(self._context.ledger.tags()):
+                    arena.abandon()
             self._closed = True
             if self._owns_store:
                 self._context.store.close()

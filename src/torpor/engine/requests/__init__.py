@@ -1,0 +1,1 @@
+"""What callers ask and what they are answered: prompts, requests, completions, outputs."""

@@ -1,0 +1,118 @@
+"""The KV cache's memory: how many blocks, and the one tensor that sleep can release.
+
+The books of the blocks are in ``cache/``, which knows no torch; their layout and the kernels that
+read them in ``model/``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from torpor.cache.spec import KVSpec
+from torpor.errors import ArgumentError
+from torpor.model.attention.kv_layout import KVLayout
+from torpor.sleep.classes import OwnershipClass
+
+if TYPE_CHECKING:
+    from torpor.engine.args import EngineArgs
+    from torpor.model.attention.interface import AttentionSpec
+    from torpor.sleep.sleeper import Sleeper
+
+DEFAULT_KV_CACHE_BYTES = 1 << 30
+"""The most that the KV cache takes unless asked otherwise."""
+
+_NULL_BLOCKS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheMemory:
+    """The blocks' memory."""
+
+    kv: torch.Tensor
+    """[num_blocks, elements of a block], owned as ``CACHE`` under the name ``kv_cache``."""
+    layout: KVLayout
+    specs: tuple[KVSpec, ...]
+    """One per layer, as ``cache/`` wants them."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks, the null block included."""
+        return len(self.kv)
+
+    def clear(self, block_ids: Sequence[int]) -> None:
+        """Zero blocks."""
+        self.kv.index_fill_(0, torch.tensor(block_ids, device=self.kv.device), 0)
+
+    def poison(self, block_ids: Sequence[int]) -> None:
+        """Fill blocks with NaN, so that a stale read is loud."""
+        self.kv.index_fill_(0, torch.tensor(block_ids, device=self.kv.device), torch.nan)
+
+
+def allocate_kv_cache(
+    sleeper: Sleeper,
+    args: EngineArgs,
+    attention: Sequence[AttentionSpec],
+    *,
+    max_model_len: int,
+    dtype: torch.dtype,
+) -> KVCacheMemory:
+    """Get the memory from the sleeper.
+
+    Raises:
+        ArgumentError: the size asked for does not hold one sequence of ``max_model_len``.
+        OutOfMemoryError: there is not enough memory.
+    """
+    layout = KVLayout(attention, args.block_size, dtype)
+    block_bytes = layout.block_bytes
+    num_blocks = resolve_num_blocks(args, block_bytes, max_model_len)
+    shape = (num_blocks, layout.elements_per_block)
+    kv = sleeper.allocate(shape, dtype, name="kv_cache", cls=OwnershipClass.CACHE)
+    return KVCacheMemory(kv, layout, _specs(attention, args.block_size, dtype))
+
+
+def resolve_num_blocks(args: EngineArgs, block_bytes: int, max_model_len: int) -> int:
+    """How many blocks the cache has, the null block included.
+
+    Raises:
+        ArgumentError: fewer than one sequence of ``max_model_len`` needs; the message says how
+            many bytes or blocks it takes.
+    """
+    per_sequence = math.ceil(max_model_len / args.block_size)
+    least = per_sequence + _NULL_BLOCKS
+    if args.num_gpu_blocks_override is not None:
+        found, asked = args.num_gpu_blocks_override, "num_gpu_blocks_override"
+        value, needed = found, least
+    elif args.kv_cache_memory_bytes is not None:
+        found, asked = args.kv_cache_memory_bytes // block_bytes, "kv_cache_memory_bytes"
+        value, needed = args.kv_cache_memory_bytes, least * block_bytes
+    else:
+        wanted = args.max_num_seqs * per_sequence + _NULL_BLOCKS
+        return max(least, min(wanted, DEFAULT_KV_CACHE_BYTES // block_bytes))
+    if found < least:
+        raise ArgumentError(
+            f"{asked} is {value}, which does not hold one sequence of max_model_len "
+            f"{max_model_len}; give at least {needed}, or lower max_model_len"
+        )
+    return found
+
+
+def _specs(
+    attention: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype
+) -> tuple[KVSpec, ...]:
+    return tuple(
+        KVSpec(
+            block_size=block_size,
+            num_kv_heads=spec.num_kv_heads,
+            k_dim=spec.k_dim,
+            v_dim=spec.v_dim,
+            dtype=str(dtype).removeprefix("torch."),
+            itemsize=dtype.itemsize,
+            window=spec.window,
+        )
+        for spec in attention
+    )

@@ -1,0 +1,186 @@
+"""Attention over keys at hand, with the log-sum-exp that merging partial results needs.
+
+Where keys are seen in pieces, each piece's result is weighted by its share of the softmax's
+denominator (Dao et al. 2022, section 3.1). Shape letters: T queries, S keys, H query heads, K KV
+heads, G query heads per KV head, P pairs of row and KV head, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from torpor.model.layers.onednn_switch import OneDnnSwitch
+
+HIDDEN = -1e30
+"""Added to a score that must not count. Finite, so that a query all of whose keys of one piece are
+hidden gets a finite result, which its log-sum-exp then weights with exactly zero."""
+
+
+def attend_pairs(
+    q_PGD: torch.Tensor,
+    k_PSD: torch.Tensor,
+    v_PSD: torch.Tensor,
+    scale: float,
+    mask_P1S: torch.Tensor | None,
+    *,
+    with_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One query token per row, as batched products over (row, KV head).
+
+    Up to twice as fast as the fused kernel on a CPU, which is made for many queries; the query
+    heads of a KV head need no copies of it.
+
+    Args:
+        q_PGD: queries [P, G, k_dim].
+        k_PSD: keys [P, S, k_dim].
+        v_PSD: values [P, S, v_dim].
+        scale: factor on the dot products.
+        mask_P1S: added to the scores [P, 1, S]; None for nothing.
+        with_lse: also return the log-sum-exp.
+
+    Returns:
+        [P, G, v_dim], and float32 [P, G] in natural logarithms or None.
+    """
+    scores_PGS = torch.bmm(q_PGD * scale, k_PSD.transpose(1, 2))
+    if mask_P1S is not None:
+        scores_PGS += mask_P1S
+    lse_PG = torch.logsumexp(scores_PGS, dim=-1) if with_lse else None
+    return torch.bmm(torch.softmax(scores_PGS, dim=-1), v_PSD), lse_PG
+
+
+def attend_pairs_fused(
+    q_PGD: torch.Tensor,
+    k_PSD: torch.Tensor,
+    v_PSD: torch.Tensor,
+    scale: float,
+    mask_P1S: torch.Tensor | None,
+    *,
+    with_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `attend_pairs`, for half precision: keeps the scores in float32."""
+    v_dim = v_PSD.shape[-1]
+    q_PGD, k_PSD, v_PSD = equal_dims(q_PGD, k_PSD, v_PSD)
+    mask = None if mask_P1S is None else mask_P1S[:, None]
+    out, lse = fused(q_PGD[:, None], k_PSD[:, None], v_PSD[:, None], scale, mask)
+    return out[:, 0, :, :v_dim], lse[:, 0] if with_lse else None
+
+
+def attend_tokens(
+    q_THD: torch.Tensor,
+    k_SKD: torch.Tensor,
+    v_SKD: torch.Tensor,
+    scale: float,
+    *,
+    mask_TS: torch.Tensor | None = None,
+    causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Many query tokens of one row over the same keys.
+
+    Args:
+        q_THD: queries [T, H, k_dim].
+        k_SKD: keys [S, K, k_dim]; any strides.
+        v_SKD: values [S, K, v_dim]; any strides.
+        scale: factor on the dot products.
+        mask_TS: float32, added to the scores [T, S]; None for nothing.
+        causal: token i sees keys 0..i; for T = S, without a mask.
+
+    Returns:
+        [T, H, v_dim] and float32 log-sum-exp [T, H] in natural logarithms.
+    """
+    tokens, heads, _ = q_THD.shape
+    kv_heads, v_dim = v_SKD.shape[1:]
+    group = heads // kv_heads
+    q_THD, k_SKD, v_SKD = equal_dims(q_THD, k_SKD, v_SKD)
+    # A KV head's query heads become the batch, over which the keys have stride 0.
+    q_GKTD = q_THD.unflatten(1, (kv_heads, group)).permute(2, 1, 0, 3)
+    k_GKSD = k_SKD.transpose(0, 1).expand(group, -1, -1, -1)
+    v_GKSD = v_SKD.transpose(0, 1).expand(group, -1, -1, -1)
+    mask = None if mask_TS is None else mask_TS[None, None]
+    out_GKTD, lse_GKT = fused(q_GKTD, k_GKSD, v_GKSD, scale, mask, causal=causal)
+    out_TKGD = out_GKTD[..., :v_dim].permute(2, 1, 0, 3)
+    lse_TKG = lse_GKT.permute(2, 1, 0)
+    return out_TKGD.reshape(tokens, heads, v_dim), lse_TKG.reshape(tokens, heads)
+
+
+def equal_dims(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Zeros at the end of the shorter of keys (with queries) and values; results keep theirs."""
+    missing = v.shape[-1] - k.shape[-1]
+    if missing > 0:
+        return functional.pad(q, (0, missing)), functional.pad(k, (0, missing)), v
+    if missing < 0:
+        return q, k, functional.pad(v, (0, -missing))
+    return q, k, v
+
+
+def fused(
+    q_BHTD: torch.Tensor,
+    k_BHSD: torch.Tensor,
+    v_BHSD: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    *,
+    causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend with scores in float32, whatever the dtype; head sizes must be equal.
+
+    Returns:
+        [B, H, T, D], and the float32 log-sum-exp [B, H, T]. `mask` (float32) broadcasts to
+        [B, H, T, S].
+    """
+    if q_BHTD.device.type != "cpu":
+        return _plain(q_BHTD, k_BHSD, v_BHSD, scale, mask, causal=causal)
+    if q_BHTD.dtype == torch.float32:
+        return _flash(q_BHTD, k_BHSD, v_BHSD, scale, mask, causal)
+    with OneDnnSwitch.lock:
+        return _flash(q_BHTD, k_BHSD, v_BHSD, scale, mask, causal)
+
+
+def _flash(
+    q_BHTD: torch.Tensor,
+    k_BHSD: torch.Tensor,
+    v_BHSD: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # The public function hides the log-sum-exp; this is what it calls on a CPU.
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q_BHTD, k_BHSD, v_BHSD, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    return out, lse
+
+
+def _plain(
+    q_BHTD: torch.Tensor,
+    k_BHSD: torch.Tensor,
+    v_BHSD: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    *,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = (q_BHTD @ k_BHSD.transpose(-1, -2)).float() * scale
+    if mask is not None:
+        scores += mask
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores.masked_fill_(hidden, HIDDEN)
+    weights = torch.softmax(scores, dim=-1).to(v_BHSD.dtype)
+    return weights @ v_BHSD, torch.logsumexp(scores, dim=-1)
+
+
+def merge(
+    a_THD: torch.Tensor, a_lse_TH: torch.Tensor, b_THD: torch.Tensor, b_lse_TH: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the keys of both parts, from the parts' results and log-sum-exps.
+
+    Returns:
+        float32 [T, H, v_dim] and float32 [T, H].
+    """
+    lse_TH = torch.logaddexp(a_lse_TH, b_lse_TH)
+    a_TH1 = (a_lse_TH - lse_TH).exp_()[..., None]
+    b_TH1 = (b_lse_TH - lse_TH).exp_()[..., None]
+    return torch.addcmul(a_THD * a_TH1, b_THD, b_TH1), lse_TH

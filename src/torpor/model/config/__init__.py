@@ -1,0 +1,1 @@
+"""A model folder's config, normalised; unknown features refused."""

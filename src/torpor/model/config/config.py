@@ -1,0 +1,228 @@
+"""A model's config: the Hugging Face ``config.json``, normalised and checked.
+
+Nothing that could change the logits is ignored: an unknown architecture, a rope scaling or a
+switched-on field that torpor does not know is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torpor.errors import ConfigError
+from torpor.model.config.families import FAMILIES, Family
+from torpor.model.config.families import MoEConfig as MoEConfig
+from torpor.model.config.fields import MAX_SIZE, Fields, read_json_object
+from torpor.model.config.rope_config import RopeConfig as RopeConfig
+from torpor.model.config.rope_config import read_rope
+
+ARCHITECTURES = tuple(FAMILIES)
+"""The architectures torpor runs, by their name in ``config.json``."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""Dtypes a checkpoint may name."""
+
+_MAX_LAYERS = 4096
+
+_HARMLESS = frozenset(
+    {
+        # bookkeeping
+        "transformers_version",
+        "transformers.js_config",
+        "name_or_path",
+        "is_llama_config",
+        "tokenizer_class",
+        "problem_type",
+        "id2label",
+        "label2id",
+        "finetuning_task",
+        "task_specific_params",
+        # training and execution
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "initializer_range",
+        "attention_dropout",
+        "hidden_dropout",
+        "pretraining_tp",
+        "torch_dtype",
+        "use_cache",
+        "return_dict",
+        "output_hidden_states",
+        "output_attentions",
+        "torchscript",
+        "chunk_size_feed_forward",
+        # special tokens
+        "pad_token_id",
+        "unk_token_id",
+        "sep_token_id",
+        "decoder_start_token_id",
+        # generation defaults
+        "max_length",
+        "min_length",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+        "num_beam_groups",
+        "diversity_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "num_return_sequences",
+        "output_scores",
+        "return_dict_in_generate",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "remove_invalid_values",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+    }
+)
+"""Fields that change no logit at inference."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """What a decoder-only model computes. Field names follow Hugging Face where it has them."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    """Longest context in tokens."""
+    rms_norm_eps: float
+    rope: RopeConfig
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """Whether each head's queries and keys are normed before they are rotated."""
+    windows: tuple[int | None, ...]
+    """Attention window of each layer in tokens, the token itself included; None for all."""
+    moe: MoEConfig | None = None
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    """Generation ends after any of these; empty means it never ends by itself."""
+    dtype: str = "float32"
+    """The checkpoint's dtype, one of `DTYPES`."""
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """Read ``config.json`` and, when present, ``generation_config.json`` of a model folder.
+
+    Raises:
+        ConfigError: a file is missing, damaged or of the wrong type; a field is missing or out of
+            range; an architecture or a feature is unknown. The message names field and value.
+    """
+    generation = folder / "generation_config.json"
+    return parse_config(
+        read_json_object(folder / "config.json"),
+        read_json_object(generation) if generation.exists() else {},
+        where=str(folder / "config.json"),
+    )
+
+
+def parse_config(
+    values: Mapping[str, object], generation: Mapping[str, object], *, where: str
+) -> ModelConfig:
+    """Normalise the content of ``config.json``.
+
+    Args:
+        values: the config.
+        generation: the content of ``generation_config.json``; its stop tokens win.
+        where: the file's name, for messages.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    fields = Fields(values, where)
+    architecture, family = _family(fields)
+    heads = fields.integer("num_attention_heads", low=1, high=MAX_SIZE)
+    hidden_size = fields.integer("hidden_size", low=1, high=MAX_SIZE)
+    layers = fields.integer("num_hidden_layers", low=1, high=_MAX_LAYERS)
+    fields.choice("hidden_act", ("silu",), default="silu")
+    features = family.read(fields, layers)
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size", low=1, high=MAX_SIZE),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size", low=1, high=MAX_SIZE),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=_kv_heads(fields, heads, needed=family.needs_kv_heads),
+        head_dim=_head_dim(fields, features.head_dim, hidden_size, heads),
+        max_position_embeddings=fields.integer("max_position_embeddings", low=1, high=MAX_SIZE),
+        rms_norm_eps=fields.number("rms_norm_eps"),
+        rope=read_rope(fields),
+        qkv_bias=features.qkv_bias,
+        o_bias=features.o_bias,
+        mlp_bias=features.mlp_bias,
+        qk_norm=features.qk_norm,
+        windows=features.windows,
+        moe=features.moe,
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        bos_token_id=fields.optional_integer("bos_token_id", low=0, high=MAX_SIZE),
+        eos_token_ids=_eos_token_ids(fields, generation),
+        dtype=_dtype(fields),
+    )
+    fields.refuse_unread(_HARMLESS)
+    return config
+
+
+def _family(fields: Fields) -> tuple[str, Family]:
+    value = fields.raw("architectures")
+    known = ", ".join(ARCHITECTURES)
+    if not isinstance(value, list) or len(value) != 1 or not isinstance(value[0], str):
+        raise fields.error("architectures", value, f"a list of one name; known are {known}")
+    family = FAMILIES.get(value[0])
+    if family is None:
+        raise ConfigError(
+            f"{fields.where}: architecture {value[0]!r} is unknown; torpor runs {known}"
+        )
+    fields.choice("model_type", (family.model_type,), default=family.model_type)
+    return value[0], family
+
+
+def _kv_heads(fields: Fields, heads: int, *, needed: bool) -> int:
+    default = None if needed and not fields.states("num_key_value_heads") else heads
+    kv_heads = fields.integer("num_key_value_heads", default, low=1, high=heads)
+    if heads % kv_heads:
+        raise fields.error("num_key_value_heads", kv_heads, f"a divisor of {heads} attention heads")
+    return kv_heads
+
+
+def _head_dim(fields: Fields, default: int | None, hidden_size: int, heads: int) -> int:
+    head_dim = fields.optional_integer("head_dim", low=2, high=MAX_SIZE)
+    if head_dim is None:
+        head_dim = default
+    if head_dim is None:
+        if hidden_size % heads:
+            raise fields.error("hidden_size", hidden_size, f"a multiple of {heads} attention heads")
+        head_dim = hidden_size // heads
+    if head_dim % 2:
+        raise fields.error("head_dim", head_dim, "even, because rope rotates pairs")
+    return head_dim
+
+
+def _dtype(fields: Fields) -> str:
+    name = "dtype" if fields.raw("dtype") is not None else "torch_dtype"
+    return fields.choice(name, DTYPES, default="float32")
+
+
+def _eos_token_ids(fields: Fields, generation: Mapping[str, object]) -> tuple[int, ...]:
+    own = fields.ids("eos_token_id")
+    other = Fields(generation, f"generation_config.json beside {fields.where}")
+    return tuple(dict.fromkeys(other.ids("eos_token_id") or own))

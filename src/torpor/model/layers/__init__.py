@@ -1,0 +1,1 @@
+"""Modules: the decoder, its layers, its products, and which checkpoint rows fill them."""

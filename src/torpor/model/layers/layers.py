@@ -1,0 +1,219 @@
+"""The layers of a decoder: parameters on meta, buffers computed for real.
+
+A parameter has no memory until its owner gives it some, so that building a model costs nothing and
+its weights are written once, straight where they will live. A buffer is small and not in any
+checkpoint, so it must be right from the start.
+
+Shape suffixes: T tokens, D model width or head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from torpor.model.config.rope_config import RopeConfig
+
+Gating = Callable[[torch.Tensor], torch.Tensor]
+"""``silu(gate) * up`` of [..., 2 * I], gate first: [..., I]."""
+
+
+class LinearKernel(Protocol):
+    """How a product with a weight is computed; every kernel is right, some are faster."""
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, /
+    ) -> torch.Tensor:
+        """``x @ weight.T + bias``: x [..., I], weight [O, I], bias [O] or None; [..., O]."""
+        ...
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter of the given shape on the meta device: no memory, no gradient."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+
+
+class Product(nn.Module):
+    """A module that multiplies by weights, through a kernel that can be replaced."""
+
+    kernel: LinearKernel
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = functional.linear
+
+
+def use_linear_kernel(module: nn.Module, kernel: LinearKernel) -> None:
+    """Let every product within a module, its head and its experts included, use a kernel."""
+    for part in module.modules():
+        if isinstance(part, Product):
+            part.kernel = kernel
+
+
+def use_gating(module: nn.Module, gating: Gating) -> None:
+    """Let every MLP within a module, its experts included, use a gating."""
+    for part in module.modules():
+        if hasattr(part, "gating"):
+            part.gating = gating  # type: ignore[assignment]
+
+
+class Linear(Product):
+    """``x @ weight.T + bias`` with weight [out_features, in_features]."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.weight = empty_parameter(out_features, in_features, dtype=dtype)
+        self.bias = empty_parameter(out_features, dtype=dtype) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to [..., out_features]."""
+        return self.kernel(x, self.weight, self.bias)
+
+
+class Embedding(nn.Module):
+    """One row of weight [num_embeddings, width] for each id."""
+
+    def __init__(self, num_embeddings: int, width: int, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = empty_parameter(num_embeddings, width, dtype=dtype)
+
+    def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """int64 ids [T] to [T, width]."""
+        return functional.embedding(ids_T, self.weight)
+
+
+class Head(Product):
+    """Projects hidden states on the vocabulary; a tied head shares the embedding's parameter."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        """Project with `weight`, [vocab_size, width], which may belong to another module too."""
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """[..., width] to float32 logits [..., vocab_size]."""
+        return self.kernel(hidden_TD, self.weight, None).float()
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in float32 (Zhang and Sennrich 2019, equation 4)."""
+
+    def __init__(self, width: int, eps: float, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = empty_parameter(width, dtype=dtype)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., width] to the same shape and dtype."""
+        if x.dtype == torch.float32:
+            return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # Rounding to the model's dtype before the gain is what checkpoints were trained with.
+        return normalise(x, self.eps).mul_(self.weight)
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm over each head of queries and keys, which have a gain each."""
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float, *, dtype: torch.dtype) -> None:
+        """Norm `num_heads` query heads and all the key heads that follow them."""
+        super().__init__()
+        self.weight = empty_parameter(2 * head_dim, dtype=dtype)
+        self.num_heads = num_heads
+        self.eps = eps
+
+    def forward(self, qk_THD: torch.Tensor) -> torch.Tensor:
+        """[T, query and key heads, head_dim] to the same shape and dtype."""
+        gain_q, gain_k = self.weight.chunk(2)
+        out_THD = normalise(qk_THD, self.eps)
+        out_THD[:, : self.num_heads].mul_(gain_q)
+        out_THD[:, self.num_heads :].mul_(gain_k)
+        return out_THD
+
+
+def normalise(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """``x / rms(x)`` along the last dimension: computed in float32, a new tensor of x's dtype."""
+    return functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines of rotary position embedding (Su et al. 2021), with scaling."""
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, head_dim: int, config: RopeConfig) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", inverse_frequencies(head_dim, config), persistent=False)
+
+    def forward(
+        self, positions_T: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tables for `rotate` at the given positions.
+
+        Args:
+            positions_T: int64 positions [T], from 0.
+            dtype: dtype of the tables; they are computed in float32.
+
+        Returns:
+            Cosines and signed sines, each [T, 1, head_dim].
+        """
+        angles = torch.outer(positions_T.float(), self.inv_freq)
+        cos, sin = angles.cos(), angles.sin()
+        cos_TD = torch.cat((cos, cos), dim=-1)
+        # The sign of the rotation's upper half lives in the table: one operation fewer a layer.
+        sin_TD = torch.cat((-sin, sin), dim=-1)
+        return cos_TD.to(dtype)[:, None], sin_TD.to(dtype)[:, None]
+
+
+def inverse_frequencies(head_dim: int, config: RopeConfig) -> torch.Tensor:
+    """Angle per position of each rotated pair: float32 [head_dim / 2] on the CPU, in radians.
+
+    ``default`` is theta ** (-2i / head_dim); ``linear`` divides it by the factor; ``llama3``
+    divides only what has wavelengths beyond the original context, and blends in between (as
+    released with Llama 3.1).
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    inv_freq = 1.0 / (config.theta**exponents)
+    if config.kind == "linear":
+        return inv_freq / config.factor
+    if config.kind == "llama3":
+        return _llama3_frequencies(inv_freq, config)
+    return inv_freq
+
+
+def _llama3_frequencies(inv_freq: torch.Tensor, config: RopeConfig) -> torch.Tensor:
+    context = config.original_max_position_embeddings
+    low, high = config.low_freq_factor, config.high_freq_factor
+    wavelengths = 2 * math.pi / inv_freq
+    # 0 where the wavelength exceeds context / low, 1 where it is below context / high.
+    kept = ((context / wavelengths - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * inv_freq / config.factor + kept * inv_freq
+
+
+def rotate(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
+    """Rotate every pair (i, i + D/2) of queries or keys [T, H, D] by its position's angle."""
+    lower, upper = x_THD.chunk(2, dim=-1)
+    return (x_THD * cos_T1D).add_(torch.cat((upper, lower), dim=-1).mul_(sin_T1D))
+
+
+def gated_by_rows(gate_up: torch.Tensor) -> torch.Tensor:
+    """As `gated`, with bits that do not depend on how many rows there are.
+
+    torch's silu rounds differently where a vector register is not filled, so an element's bits
+    depend on where it lies; its exponential does not.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    wide = gate.float()
+    return (wide / (1 + torch.exp(-wide))).to(gate.dtype).mul_(up)
+
+
+def gated(gate_up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` of [..., 2 * I], gate first: [..., I] (SwiGLU, Shazeer 2020)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate).mul_(up)

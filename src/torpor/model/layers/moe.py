@@ -1,0 +1,89 @@
+"""A mixture of experts: each token goes through the few MLPs that a router picks for it.
+
+Shape suffixes: T tokens of all rows, D model width, E experts, K experts of one token, I inner
+width of an expert.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from torpor.model.config.families import MoEConfig
+from torpor.model.layers.layers import Gating, Linear, Product, empty_parameter, gated
+
+
+class Experts(Product):
+    """The MLPs of one layer. Their weights lie one expert after the other in two parameters.
+
+    Two dimensions, not three, so that each tensor of a checkpoint is a run of whole rows.
+    """
+
+    def __init__(self, width: int, config: MoEConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        experts, inner = config.num_experts, config.intermediate_size
+        self.num_experts = experts
+        self.gate_up_proj = empty_parameter(experts * 2 * inner, width, dtype=dtype)
+        self.down_proj = empty_parameter(experts * width, inner, dtype=dtype)
+        self.gating: Gating = gated
+
+    def forward(
+        self, x_TD: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """Sum each token's experts, weighted; only the experts that some token uses are computed.
+
+        Args:
+            x_TD: tokens [T, D].
+            experts_TK: int64 experts of each token [T, K], no expert twice for one token.
+            weights_TK: their weights [T, K], in x's dtype.
+
+        Returns:
+            [T, D].
+        """
+        gate_up_E = self.gate_up_proj.view(self.num_experts, -1, x_TD.shape[1])
+        down_E = self.down_proj.view(self.num_experts, x_TD.shape[1], -1)
+        # Neighbours share an expert, so that its weights are read once for all its tokens.
+        sorted_N, order_N = experts_TK.flatten().sort(stable=True)
+        tokens_N = order_N // experts_TK.shape[1]
+        x_ND = x_TD.index_select(0, tokens_N)
+        weights_N1 = weights_TK.flatten().index_select(0, order_N)[:, None]
+        used, counts = sorted_N.unique_consecutive(return_counts=True)
+        out_TD = torch.zeros_like(x_TD)
+        start = 0
+        for expert, count in zip(used.tolist(), counts.tolist(), strict=True):
+            rows = slice(start, start + count)
+            inner = self.gating(self.kernel(x_ND[rows], gate_up_E[expert], None))
+            y = self.kernel(inner, down_E[expert], None)
+            # A token is at most once among an expert's rows and meets its experts in ascending
+            # order: the sum depends neither on the other tokens nor on threads.
+            out_TD.index_add_(0, tokens_N[rows], y * weights_N1[rows])
+            start += count
+        return out_TD
+
+
+class SparseMoE(nn.Module):
+    """Router and experts, in the place of a layer's MLP."""
+
+    def __init__(self, width: int, config: MoEConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate = Linear(width, config.num_experts, bias=False, dtype=dtype)
+        self.experts = Experts(width, config, dtype)
+        self.num_experts_per_tok = config.num_experts_per_tok
+        self.norm_topk_prob = config.norm_topk_prob
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """[T, D] to [T, D]."""
+        experts_TK, weights_TK = self.route(x_TD)
+        out: torch.Tensor = self.experts(x_TD, experts_TK, weights_TK)
+        return out
+
+    def route(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts of each token, the likeliest first, and their weights in x's dtype: [T, K].
+
+        The softmax runs in float32 over all experts, before the choice.
+        """
+        probs_TE = self.gate(x_TD).softmax(-1, dtype=torch.float32)
+        weights_TK, experts_TK = probs_TE.topk(self.num_experts_per_tok, dim=-1)
+        if self.norm_topk_prob:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        return experts_TK, weights_TK.to(x_TD.dtype)
