@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn import functional
 
 from torpor.model.attention.interface import AttentionSpec
+from torpor.model.checkpoints.load import checkpoint_shapes, new_model
 from torpor.model.config.config import parse_config
 from torpor.model.layers.decoder import DecoderForCausalLM
-from torpor.model.load import checkpoint_shapes, new_model
 
 if TYPE_CHECKING:
     from torpor.sleep.source import WeightSource

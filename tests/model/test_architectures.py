@@ -22,10 +22,10 @@ from tests.model.helpers import (
 )
 from torch import nn
 
+from torpor.model.checkpoints.load import build_model, checkpoint_shapes, new_model
 from torpor.model.checkpoints.resolve import resolve_model
 from torpor.model.config.config import ARCHITECTURES, parse_config
 from torpor.model.layers.decoder import DecoderForCausalLM
-from torpor.model.load import build_model, checkpoint_shapes, new_model
 
 MOE = {**QWEN3_MOE, "num_experts": 6, "norm_topk_prob": True, "num_hidden_layers": 4}
 UNTIED = {"tie_word_embeddings": False}

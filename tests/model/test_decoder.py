@@ -21,10 +21,10 @@ from tests.model.helpers import (
 
 from torpor.errors import WeightsMismatchError
 from torpor.model.attention.interface import AttentionSpec
+from torpor.model.checkpoints.load import build_model, checkpoint_shapes, new_model
 from torpor.model.checkpoints.resolve import resolve_model
 from torpor.model.config.config import parse_config
 from torpor.model.layers.decoder import DecoderForCausalLM
-from torpor.model.load import build_model, checkpoint_shapes, new_model
 from torpor.sleep.source import SliceTable
 
 LLAMA3 = {

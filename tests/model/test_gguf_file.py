@@ -21,8 +21,8 @@ from tests.model.helpers import (
 from torpor.errors import CheckpointError, ConfigError, ModelNotFoundError
 from torpor.model.checkpoints.gguf_file import GgufFile
 from torpor.model.checkpoints.gguf_header import read_gguf_header
+from torpor.model.checkpoints.load import new_model
 from torpor.model.config.config import RopeConfig, parse_config
-from torpor.model.load import new_model
 
 Kind = gguf.GGMLQuantizationType
 

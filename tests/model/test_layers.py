@@ -9,6 +9,7 @@ import torch
 from tests.model.helpers import QWEN3_MOE, TINY, OneSequence, random_values
 from torch.nn import functional
 
+from torpor.model.checkpoints.load import new_model
 from torpor.model.config.config import RopeConfig, parse_config
 from torpor.model.layers.layers import (
     HeadNorm,
@@ -22,7 +23,6 @@ from torpor.model.layers.layers import (
     rotate,
     use_linear_kernel,
 )
-from torpor.model.load import new_model
 
 
 def test_a_parameter_has_no_memory_and_no_gradient() -> None:

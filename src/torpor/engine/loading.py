@@ -28,10 +28,10 @@ from torpor.engine.text.tokenizer import Tokenizer
 from torpor.engine.watched_source import WatchedSource
 from torpor.errors import CheckpointError
 from torpor.model.attention.torch_attention import TorchAttention
+from torpor.model.checkpoints.load import build_model
 from torpor.model.checkpoints.resolve import resolve_model
 from torpor.model.layers.layers import gated_by_rows, use_gating, use_linear_kernel
 from torpor.model.layers.linear_kernels import linear_kernel
-from torpor.model.load import build_model
 from torpor.sleep.building import building
 from torpor.sleep.classes import OwnershipClass
 from torpor.sleep.sleeper import Sleeper

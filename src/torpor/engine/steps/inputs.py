@@ -6,19 +6,17 @@ element before the model reads it. Shape letters: T new tokens, R rows, B blocks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from torpor.model.attention.interface import AttentionBatch
+from torpor.model.machine.scratch import Allocate
 
 if TYPE_CHECKING:
     from torpor.engine.steps.step import Row
-
-Allocate = Callable[[Sequence[int], torch.dtype, str], torch.Tensor]
-"""Makes a tensor of a shape and dtype under a name, in memory that sleep can release."""
 
 NULL_BLOCK = 0
 """Fills the tails of block tables: always mapped, never anybody's."""

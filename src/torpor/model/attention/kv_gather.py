@@ -5,7 +5,7 @@ Shape letters: R rows, N blocks per row, P pairs of row and KV head, S positions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +13,7 @@ import torch
 from torpor.errors import ArgumentError
 from torpor.model.attention.interface import AttentionSpec
 from torpor.model.attention.kv_layout import KVLayout, Rows
-
-Allocate = Callable[[tuple[int, ...], torch.dtype, str], torch.Tensor]
-"""``(shape, dtype, name)`` to memory that stays at its address and may be garbage after a wake."""
+from torpor.model.machine.scratch import Allocate
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from torpor.model.layers.onednn_switch import OneDnnSwitch
+from torpor.model.machine.onednn_switch import OneDnnSwitch
 
 HIDDEN = -1e30
 """Added to a score that must not count. Finite, so that a query all of whose keys of one piece are

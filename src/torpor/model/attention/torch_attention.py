@@ -14,7 +14,6 @@ from torpor.errors import ArgumentError
 from torpor.model.attention.interface import AttentionBatch, AttentionSpec, Capabilities
 from torpor.model.attention.invariant_attention import InvariantSteps, tile_positions
 from torpor.model.attention.kv_gather import (
-    Allocate,
     LayerRows,
     Workspace,
     token_rows,
@@ -23,7 +22,8 @@ from torpor.model.attention.kv_gather import (
 from torpor.model.attention.kv_layout import KVLayout
 from torpor.model.attention.partial import attend_pairs, attend_pairs_fused, attend_tokens, merge
 from torpor.model.attention.plan import DecodeGroup, PrefillTile, StepPlan, StepPlanner
-from torpor.model.layers.cpu_features import cpu_has_bfloat16_products
+from torpor.model.machine.cpu_features import cpu_has_bfloat16_products
+from torpor.model.machine.scratch import Allocate
 
 WORKSPACE_BYTES = 32 << 20
 GROUP_BYTES = 4 << 20

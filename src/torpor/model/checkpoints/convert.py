@@ -12,10 +12,10 @@ from torpor.errors import CheckpointError
 from torpor.model.checkpoints.files import Progress
 from torpor.model.checkpoints.gguf_file import GgufFile, special_ids
 from torpor.model.checkpoints.gguf_tokenizer import build_tokenizer
+from torpor.model.checkpoints.load import checkpoint_shapes, new_model
 from torpor.model.checkpoints.manifest import write_manifest
 from torpor.model.checkpoints.safetensors_source import SINGLE_FILE
 from torpor.model.checkpoints.safetensors_writer import write_safetensors
-from torpor.model.load import checkpoint_shapes, new_model
 
 DTYPE = torch.float32
 """Converted weights are float32: what a CPU computes in, and exact for every quantised type."""

@@ -15,9 +15,9 @@ import torch
 from torpor.errors import CheckpointError, ConfigError
 from torpor.model.checkpoints.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from torpor.model.checkpoints.gguf_types import dequantise
+from torpor.model.checkpoints.load import checkpoint_shapes, new_model
 from torpor.model.config.config import ModelConfig, parse_config
 from torpor.model.config.fields import Fields
-from torpor.model.load import checkpoint_shapes, new_model
 
 if TYPE_CHECKING:
     from torpor.model.checkpoints.gguf_types import Values

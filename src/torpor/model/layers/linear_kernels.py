@@ -15,10 +15,10 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from torpor.model.attention.kv_gather import Allocate
-from torpor.model.layers.cpu_features import cpu_has_bfloat16_products
 from torpor.model.layers.layers import LinearKernel
-from torpor.model.layers.onednn_switch import OneDnnSwitch
+from torpor.model.machine.cpu_features import cpu_has_bfloat16_products
+from torpor.model.machine.onednn_switch import OneDnnSwitch
+from torpor.model.machine.scratch import Allocate
 
 INVARIANT_ROWS = 16
 """Rows of every product in batch-invariant mode: 8 are a third slower at 32 rows, 32 at one."""

@@ -1,0 +1,1 @@
+"""What the kernels need to know of the machine: its processor, its switches, its memory."""
