@@ -172,7 +172,8 @@ class Soak:
             self.asleep_rss_bytes.append(process_rss_bytes())
         orders: list[list[list[str] | None]] = [[None], [["weights"], None], [["kv_cache"], None]]
         for part in self._rng.choice(orders) if level else [None]:
-            await engine.wake_up(part)
+            # A wake that names tags leaves the filling of discarded weights to its caller.
+            await engine.wake_up(part, reload=True if level == 2 else None)
 
     def _count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1

@@ -69,7 +69,8 @@ class SleepControl:
 
         Raises:
             ArgumentError: unknown level, tag or mode; nothing has changed.
-            AsleepError: mode "wait", but the requests cannot go on; use another mode.
+            AsleepError, WeightsIncompleteError: mode "wait", but the requests cannot go on; use
+                another mode.
             ForeignWriteError: a weight was written outside the door; the model stays awake.
         """
         number = resolve_level(level)
@@ -96,7 +97,7 @@ class SleepControl:
 
         Raises:
             ArgumentError: unknown mode.
-            AsleepError: mode "wait", but the requests cannot go on.
+            AsleepError, WeightsIncompleteError: mode "wait", but the requests cannot go on.
         """
         check_mode(mode)
         with self.turns.take():
