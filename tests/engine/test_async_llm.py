@@ -15,7 +15,14 @@ from tests.engine.conftest import tiny_weights
 
 from torpor.engine.async_llm import AsyncLLM
 from torpor.engine.llm import LLM
-from torpor.errors import ArgumentError, AsleepError, PromptTooLongError, RequestError, TorporError
+from torpor.errors import (
+    ArgumentError,
+    AsleepError,
+    PromptTooLongError,
+    RequestError,
+    StateError,
+    StepError,
+)
 from torpor.outputs import RequestOutput
 from torpor.params import RequestOutputKind, SamplingParams
 
@@ -338,9 +345,9 @@ def test_shutting_down_ends_requests_and_repeats(tiny_folder: Path) -> None:
         engine.shutdown()
         await task
         assert outputs[-1].finished
-        with pytest.raises(TorporError, match="shut down"):
+        with pytest.raises(StateError, match="shut down"):
             await last(engine, "a")
-        with pytest.raises(TorporError):
+        with pytest.raises(StateError):
             await engine.check_health()
 
     asyncio.run(main())
@@ -360,3 +367,25 @@ def test_impossible_options_are_refused(
 ) -> None:
     with pytest.raises(ArgumentError, match=told):
         AsyncLLM(tiny_folder, **options)
+
+
+def test_a_fault_of_the_engine_fails_what_runs_and_the_thread_goes_on(
+    tiny_folder: Path, expected: list[tuple[int, ...]]
+) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        scheduler = engine.engine.core.scheduler
+        schedule, calls = scheduler.schedule, 0
+
+        def once_broken() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                raise ZeroDivisionError
+            return schedule()
+
+        scheduler.schedule = once_broken  # type: ignore[method-assign]
+        with pytest.raises(StepError, match="ZeroDivisionError"):
+            await last(engine, PROMPTS[0])
+        assert tokens(await last(engine, PROMPTS[0])) == expected[0]
+
+    run(tiny_folder, body)

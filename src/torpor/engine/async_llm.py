@@ -14,7 +14,7 @@ from torpor.engine.options import check_on_asleep, check_timeout
 from torpor.engine.requests.prompts import params_for
 from torpor.engine.step_thread import StepThread
 from torpor.engine.subscription import Subscription
-from torpor.errors import AsleepError, RequestError
+from torpor.errors import AsleepError, StateError
 
 if TYPE_CHECKING:
     import torch
@@ -260,4 +260,4 @@ class AsyncLLM:
 
     def _require_alive(self) -> None:
         if not self._thread.is_alive:
-            raise RequestError("this AsyncLLM is shut down; make a new one")
+            raise StateError("this AsyncLLM is shut down; make a new one")

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
+from torpor.engine.steps.core import step_error
 from torpor.errors import StateError, TorporError
 
 if TYPE_CHECKING:
@@ -55,17 +56,32 @@ class StepThread:
             self._engine.turns.tell()
 
     def _run(self) -> None:
-        engine = self._engine
-        with engine.turns.take():
-            while True:
-                engine.turns.wait_until(self._has_news)
-                if self._stopping:
-                    break
-                self._take_in()
-                engine.core.sweep()
-                self._step()
-                engine.turns.pass_on()
-            self._end()
+        turns = self._engine.turns
+        with turns.take():
+            try:
+                while True:
+                    turns.wait_until(self._has_news)
+                    if self._stopping:
+                        break
+                    self._go_round()
+                    turns.pass_on()
+            finally:
+                # Nobody steps from here on, whatever the reason: those who wait are told.
+                self._stopping = True
+                self._end()
+
+    def _go_round(self) -> None:
+        core = self._engine.core
+        try:
+            self._take_in()
+            core.sweep()
+            if core.can_step and self._may_step():
+                core.step()
+        except Exception as error:
+            # Not of any single request, or the core had kept it to that one.
+            reason = error if isinstance(error, TorporError) else step_error(error)
+            for request in core.requests:
+                core.finish(request, "error", reason)
 
     def _has_news(self) -> bool:
         core = self._engine.core
@@ -82,16 +98,6 @@ class StepThread:
         except StateError:
             # Faulted: the requests have to be told, which the step does.
             return True
-
-    def _step(self) -> None:
-        core = self._engine.core
-        if not (core.can_step and self._may_step()):
-            return
-        try:
-            core.step()
-        except TorporError as error:
-            for request in core.requests:
-                core.finish(request, "error", error)
 
     def _take_in(self) -> None:
         while self._inbox:

@@ -226,7 +226,7 @@ class EngineCore:
 
     def _fail_step(self, step: Step, error: Exception) -> list[Request]:
         requests = {row.sequence.request.number: row.sequence.request for row in step.rows}
-        reason = error if isinstance(error, TorporError) else _step_error(error)
+        reason = error if isinstance(error, TorporError) else step_error(error)
         for request in requests.values():
             self._end(request, "error", reason)
             self._tell(request)
@@ -254,7 +254,8 @@ def _keep_accepted(sequences: Iterable[Sequence]) -> None:
         sequence.token_ids[sequence.num_prompt_tokens :] = sequence.completion.token_ids
 
 
-def _step_error(error: Exception) -> StepError:
+def step_error(error: Exception) -> StepError:
+    """The error of requests that were in a step when it failed."""
     named = StepError(
         f"a step failed with {type(error).__name__}: {error}; its requests may be sent again"
     )
