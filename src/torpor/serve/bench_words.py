@@ -90,7 +90,7 @@ def _show_level(terminal: Terminal, level: LevelResult) -> None:
         *_phase_rows(level.wake_phase_s, level.wake_s.median),
     ]
     terminal.out.print(_table(rows))
-    how = "read again from the checkpoint" if wake.reloaded else "from its host copies"
+    how = "by reading the checkpoint again" if wake.reloaded else "from its host copies"
     digests = f"{wake.verified} of {wake.total_verifiable} digests equal"
     terminal.out.print(Text(f"Woke {how}: {digests}.", style="dim"))
 
