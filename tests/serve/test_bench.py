@@ -98,7 +98,7 @@ def test_a_person_reads_sleep(torpor: Torpor, tiny_folder: Path) -> None:
     for words in ("Level 1", "Level 2", "falls asleep in", "wakes up in", "digests equal"):
         assert words in text
     assert "from its host copies" in text
-    assert "read again from the checkpoint" in text
+    assert "by reading the checkpoint again" in text
 
 
 def test_json_is_one_object(torpor: Torpor, tiny_folder: Path) -> None:
