@@ -223,3 +223,24 @@ def test_one_thread_at_a_time_switches_onednn(monkeypatch: pytest.MonkeyPatch) -
         thread.join()
     assert overlapped == [False, False]
     assert torch._C._get_mkldnn_enabled()
+
+
+def test_products_meet_few_numbers_of_rows_and_waste_little() -> None:
+    rounded = [linear_kernels.rounded_rows(rows) for rows in range(1, 4097)]
+    assert all(0 <= more - rows < max(4, rows / 4) for rows, more in enumerate(rounded, start=1))
+    assert rounded == sorted(rounded)
+    assert len(set(rounded)) < 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_added_to_round_up_change_nothing_that_is_returned(dtype: torch.dtype) -> None:
+    kernel = linear_kernel(dtype, batch_invariant=False, allocate=allocate)
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(96, 64, generator=generator).to(dtype)
+    for rows in (5, 7, 31, 33, 40, 129, 130, 513):
+        x = torch.randn(rows, 64, generator=generator).to(dtype)
+        expected = x.double() @ weight.double().t()
+        out = kernel(x, weight, None)
+        assert out.shape == expected.shape
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        assert (out.double() - expected).abs().max() <= tolerance * expected.abs().max()

@@ -26,6 +26,10 @@ INVARIANT_ROWS = 16
 WIDENED_BYTES = 2 << 20
 """Weights turned into float32 at a time: few enough to stay in the cache."""
 
+_ROUNDED = ((4, 1), (32, 4), (128, 8), (512, 32))
+"""Up to so many rows, to multiples of what. Decoding meets the small numbers at every step."""
+_ROUNDED_BEYOND = 64
+
 _FEW_ROWS = 4
 _COLUMNS_FROM = 32
 
@@ -74,11 +78,12 @@ class _Kernel:
 
 
 def _products(dtype: torch.dtype, allocate: Allocate, *, same_at_all_rows: bool) -> _Product:
-    many = _many_rows_float32()
+    many = functools.partial(_rounded_up, _many_rows_float32())
+    half = functools.partial(_rounded_up, functional.linear)
     if dtype == torch.float32:
         return many if same_at_all_rows else functools.partial(_float32, many)
     if dtype == torch.bfloat16 and cpu_has_bfloat16_products():
-        return functional.linear if same_at_all_rows else _bfloat16
+        return half if same_at_all_rows else functools.partial(_bfloat16, half)
     if dtype in (torch.bfloat16, torch.float16):
         float32 = many if same_at_all_rows else functools.partial(_float32, many)
         widened = _Widened(float32, allocate)
@@ -119,11 +124,32 @@ def _as_columns(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     return torch.mm(weight_OI, x_TI.t())[:, :rows].t().contiguous()
 
 
-def _bfloat16(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+def _bfloat16(many: _Product, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     rows = x_TI.shape[0]
     if rows >= _COLUMNS_FROM:
-        return _as_columns(x_TI, weight_OI)
-    return _one_by_one(_one_bfloat16, functional.linear, x_TI, weight_OI)
+        return _rounded_up(_as_columns, x_TI, weight_OI)
+    return _one_by_one(_one_bfloat16, many, x_TI, weight_OI)
+
+
+def _rounded_up(product: _Product, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """A product of a rounded number of rows, the last ones zero.
+
+    oneDNN compiles and keeps code for every number of rows that it meets, up to a thousand of
+    them: 100 MB and some milliseconds for each. A few dozen numbers do.
+    """
+    rows = x_TI.shape[0]
+    missing = rounded_rows(rows) - rows
+    if not missing:
+        return product(x_TI, weight_OI)
+    return product(functional.pad(x_TI, (0, 0, 0, missing)), weight_OI)[:rows]
+
+
+def rounded_rows(rows: int) -> int:
+    """The number of rows that a product of at least so many is computed with."""
+    for limit, step in _ROUNDED:
+        if rows <= limit:
+            return -(-rows // step) * step
+    return -(-rows // _ROUNDED_BEYOND) * _ROUNDED_BEYOND
 
 
 def _one_by_one(
