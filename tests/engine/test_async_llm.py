@@ -233,6 +233,7 @@ def test_a_request_does_not_wait_for_ever(tiny_folder: Path) -> None:
         ("a", SamplingParams(logprobs=21), RequestError),
         ("a", SamplingParams(logit_bias={999: 1.0}), RequestError),
         ("a", {"temperature": 0}, RequestError),
+        (5, PARAMS, RequestError),
     ],
     ids=str,
 )
@@ -387,5 +388,42 @@ def test_a_fault_of_the_engine_fails_what_runs_and_the_thread_goes_on(
         with pytest.raises(StepError, match="ZeroDivisionError"):
             await last(engine, PROMPTS[0])
         assert tokens(await last(engine, PROMPTS[0])) == expected[0]
+
+    run(tiny_folder, body)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"cache_salt": None},
+        {"cache_salt": b"x"},
+        {"priority": "x"},
+        {"priority": None},
+        {"priority": 1.5},
+        {"request_id": ["a"]},
+        {"request_id": 5},
+    ],
+    ids=str,
+)
+def test_a_bad_option_fails_alone(
+    tiny_folder: Path, expected: list[tuple[int, ...]], option: dict[str, Any]
+) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        good = [asyncio.create_task(last(engine, prompt)) for prompt in PROMPTS]
+        (name,) = option
+        with pytest.raises(RequestError, match=name):
+            await last(engine, "a", **option)
+        assert [tokens(await task) for task in good] == expected
+
+    run(tiny_folder, body, scheduling_policy="priority")
+
+
+def test_many_completions_of_one_prompt_cost_no_more_each(tiny_folder: Path) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        params = SamplingParams(
+            max_tokens=1, n=500, seed=1, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        (output,) = await collect(engine, "a", params)
+        assert len(output.outputs) == 500
 
     run(tiny_folder, body)

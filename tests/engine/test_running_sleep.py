@@ -362,3 +362,79 @@ def test_threads_that_generate_together_share_steps(llm: LLM) -> None:
     for thread in threads:
         thread.join(60)
     assert [results[index] for index in range(len(PROMPTS))] == expected
+
+
+def test_a_stream_that_came_too_late_for_a_drain_waits_without_the_turn(llm: LLM) -> None:
+    background = Background(llm, PARAMS, stop_before=4)
+    reports: list[Any] = []
+    sleeping = threading.Thread(target=lambda: reports.append(llm.sleep(0, mode="wait")))
+    sleeping.start()
+    pieces: list[str] = []
+
+    def read() -> None:
+        stream = llm.stream(PROMPTS[0], PARAMS)
+        try:
+            pieces.extend(stream)
+        except AsleepError:
+            pieces.append("asleep")
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    background.go_on.set()
+    for thread in (sleeping, reading):
+        thread.join(60)
+        assert not thread.is_alive(), "a late stream and a drain wait for each other"
+    background.join()
+    assert reports
+    assert pieces
+
+
+def test_control_takes_its_turn_within_a_step_of_a_stream(llm: LLM) -> None:
+    stream = llm.stream([list(range(3, 90))], SamplingParams(max_tokens=8, ignore_eos=True))
+    steps_before_sleep: list[int] = []
+    launch = llm.core._runner.launch
+    entered, asked = threading.Event(), threading.Event()
+
+    def slow(step: Any) -> Any:
+        entered.set()
+        assert asked.wait(30)
+        return launch(step)
+
+    llm.core._runner.launch = slow  # type: ignore[method-assign]
+
+    def sleep() -> None:
+        assert entered.wait(30)
+        before = llm.core.scheduler.stats.num_steps
+        asked.set()
+        llm.sleep(0, mode="keep")
+        steps_before_sleep.append(llm.core.scheduler.stats.num_steps - before)
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    with pytest.raises(AsleepError):
+        list(stream)
+    thread.join(30)
+    assert steps_before_sleep[0] <= 3
+
+
+def test_an_interrupt_while_others_generate_loses_no_turn(llm: LLM) -> None:
+    expected = tokens(llm.generate(PROMPTS, PARAMS))
+    background = Background(llm, PARAMS, stop_before=3)
+    wait_until, calls = llm.turns.wait_until, 0
+
+    def interrupted(holds: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if threading.current_thread() is threading.main_thread() and calls > 2:
+            llm.turns._release()
+            raise KeyboardInterrupt
+        wait_until(holds)
+
+    llm.turns.wait_until = interrupted  # type: ignore[method-assign]
+    background.go_on.set()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS[0], PARAMS)
+    llm.turns.wait_until = wait_until  # type: ignore[method-assign]
+    assert tokens(background.join()) == expected
+    assert tokens(llm.generate(PROMPTS, PARAMS)) == expected
+    assert llm.core.num_unfinished_requests == 0

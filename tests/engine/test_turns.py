@@ -5,6 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import pytest
+from tests.engine.interrupts import interrupted_at
+
+from torpor.engine.steps import turns as turns_module
 from torpor.engine.steps.turns import Turns
 
 
@@ -117,3 +121,44 @@ def test_an_error_inside_a_turn_ends_it() -> None:
         pass
     with turns.take():
         turns.pass_on()
+
+
+def nest(turns: Turns) -> None:
+    with turns.take(), turns.take():
+        pass
+
+
+def pass_on(turns: Turns) -> None:
+    with turns.take():
+        turns.pass_on()
+        turns.pass_on()
+
+
+def wait(turns: Turns) -> None:
+    asked = iter([False, True])
+
+    def holds() -> bool:
+        turns.tell()  # news, so that asking again does not wait for another thread
+        return next(asked)
+
+    with turns.take():
+        turns.wait_until(holds)
+
+
+@pytest.mark.parametrize("act", [nest, pass_on, wait])
+def test_an_interrupt_at_any_line_leaves_the_turn_to_be_had(act: Callable[[Turns], None]) -> None:
+    line = 0
+    while True:
+        turns, done = Turns(), threading.Event()
+
+        def enter(turns: Turns = turns, done: threading.Event = done) -> None:
+            with turns.take():
+                done.set()
+
+        if not interrupted_at(line, lambda turns=turns: act(turns), [turns_module.__file__]):  # type: ignore[misc]
+            break
+        assert not turns.held, f"the turn is kept after an interrupt at line {line}"
+        in_thread(enter).join(10)
+        assert done.is_set(), f"the turn is lost after an interrupt at line {line}"
+        line += 1
+    assert line > 10

@@ -104,7 +104,7 @@ class EngineArgs:
             raise ArgumentError(f"model is {self.model!r}; give a name or the path of a folder")
         for name, low in _INTEGERS.items():
             _check_integer(name, getattr(self, name), low)
-        for name in ("enable_prefix_caching", "batch_invariant"):
+        for name in ("enable_prefix_caching", "batch_invariant", "strict", "check_nan"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} is {getattr(self, name)!r}; give True or False")
         for name, choices in _CHOICES.items():

@@ -226,7 +226,7 @@ class AsyncLLM:
         self, prompt: object, sampling_params: SamplingParams | None, **options: Any
     ) -> Request:
         """Off the loop: long prompts and grammars take time."""
-        (read,) = self._engine.reader.read_all([prompt])
+        read = self._engine.reader.read(prompt)
         (params,) = params_for(sampling_params, 1)
         return self._engine.prepare(read, params, **options)
 

@@ -16,7 +16,7 @@ from torpor.engine.loading import load_parts
 from torpor.engine.requests.answers import answer
 from torpor.engine.requests.completion import Completion, EndRules
 from torpor.engine.requests.prompt_logprobs import PromptLogprobs
-from torpor.engine.requests.prompts import Prompt, PromptReader
+from torpor.engine.requests.prompts import Prompt, PromptReader, check_request_options
 from torpor.engine.requests.request import Request, Sequence
 from torpor.engine.sampling.bad_words import TokenSequences, bad_word_sequences
 from torpor.engine.sampling.sampler import child_seed
@@ -83,8 +83,9 @@ class Engine(SleepControl):
             cache_salt: prefixes are shared only with requests of the same salt.
 
         Raises:
-            RequestError: parameters that this model cannot follow.
+            RequestError: parameters that this model cannot follow, or an option of the wrong type.
         """
+        check_request_options(request_id, priority, cache_salt)
         self.reader.check_params(params)
         grammars = [self._grammar(params) for _ in range(params.n)]
         bad_words = bad_word_sequences(self._tokenizer, params.bad_words or ())

@@ -72,10 +72,9 @@ class LLM(Engine):
             WeightsIncompleteError: weights are missing; reload or update them.
             GenerationError: a request failed while it ran; ``outputs`` holds all answers.
         """
-        with self.turns.take():
-            self._require_open()
-            read = self.reader.read_all(prompts)
-            return self._run_all(read, params_for(sampling_params, len(read)), use_tqdm, priority)
+        self._require_open()
+        read = self.reader.read_all(prompts)
+        return self._run_all(read, params_for(sampling_params, len(read)), use_tqdm, priority)
 
     def chat(
         self,
@@ -99,15 +98,14 @@ class LLM(Engine):
         Returns, raises:
             As ``generate``; messages that the template refuses are a RequestError.
         """
-        with self.turns.take():
-            self._require_open()
-            read = [
-                self._read_chat(
-                    conversation, chat_template, add_generation_prompt=add_generation_prompt
-                )
-                for conversation in _conversations(messages)
-            ]
-            return self._run_all(read, params_for(sampling_params, len(read)), use_tqdm)
+        self._require_open()
+        read = [
+            self._read_chat(
+                conversation, chat_template, add_generation_prompt=add_generation_prompt
+            )
+            for conversation in _conversations(messages)
+        ]
+        return self._run_all(read, params_for(sampling_params, len(read)), use_tqdm)
 
     def stream(self, prompt: object, sampling_params: SamplingParams | None = None) -> Stream:
         """Complete one prompt and hand out the text as it comes.
@@ -122,9 +120,8 @@ class LLM(Engine):
         Raises:
             RequestError: at once, as ``generate``.
         """
-        with self.turns.take():
-            self._require_open()
-            return self._stream(self.reader.read_all(prompt), sampling_params)
+        self._require_open()
+        return self._stream(self.reader.read_all(prompt), sampling_params)
 
     def stream_chat(
         self,
@@ -134,10 +131,9 @@ class LLM(Engine):
         chat_template: str | None = None,
     ) -> Stream:
         """Answer one conversation and hand out the text as it comes; else as ``stream``."""
-        with self.turns.take():
-            self._require_open()
-            read = self._read_chat(messages, chat_template, add_generation_prompt=True)
-            return self._stream([read], sampling_params)
+        self._require_open()
+        read = self._read_chat(messages, chat_template, add_generation_prompt=True)
+        return self._stream([read], sampling_params)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -155,10 +151,12 @@ class LLM(Engine):
             self.prepare(prompt, entry, priority=rank)
             for prompt, entry, rank in zip(prompts, params, ranks, strict=True)
         ]
-        if requests:
-            self._require_ready()
-        self._run(requests, use_tqdm)
-        outputs = [self.output(request) for request in requests]
+        # Reading and compiling needed no turn, so that nobody waited for them.
+        with self.turns.take():
+            if requests:
+                self._require_ready()
+            self._run(requests, use_tqdm)
+            outputs = [self.output(request) for request in requests]
         errors = [request.error for request in requests if request.error is not None]
         if errors:
             raise GenerationError(
@@ -181,14 +179,15 @@ class LLM(Engine):
             for request in requests:
                 self.submit(request)
             while not is_done():
-                self.turns.wait_until(lambda: is_done() or self.may_step())
+                self.turns.wait_until(lambda: is_done() or (self.core.can_step and self.may_step()))
                 if not is_done():
                     touched = self.core.step()
                     bar.update(sum(entry.finished and entry.number in own for entry in touched))
                     self.turns.pass_on()
         finally:
             # Ctrl-C, or a step that failed: what is left must not run for nobody.
-            self.core.abort(names)
+            with self.turns.take():
+                self.core.abort(names)
             bar.close()
 
     def _stream(self, prompts: list[Prompt], params: SamplingParams | None) -> Stream:
@@ -198,8 +197,9 @@ class LLM(Engine):
         if entry.n != 1:
             raise RequestError(f"n is {entry.n}; a stream has one completion, use generate")
         request = self.prepare(prompts[0], entry)
-        self._require_ready()
-        self.submit(request)
+        with self.turns.take():
+            self._require_ready()
+            self.submit(request)
         return Stream(self, request)
 
     def _read_chat(
@@ -226,7 +226,6 @@ def _conversations(messages: Sequence[Any]) -> list[Any]:
 def _priorities(priority: Sequence[int] | None, num_prompts: int) -> list[int]:
     if priority is None:
         return [0] * num_prompts
-    numbers = list(priority)
-    if len(numbers) != num_prompts or not all(type(number) is int for number in numbers):
-        raise RequestError(f"priority is {numbers!r}; give one whole number per prompt")
-    return numbers
+    if not isinstance(priority, list | tuple) or len(priority) != num_prompts:
+        raise RequestError(f"priority is {priority!r}; give one whole number per prompt")
+    return list(priority)

@@ -12,6 +12,9 @@ LEVELS = (0, 1, 2)
 MODES = ("abort", "wait", "keep")
 """What vLLM's sleep does with requests in flight."""
 
+MAX_NUM_THREADS = 1024
+"""More would cost the process its stacks before they helped anyone."""
+
 DEFAULT_MAX_MODEL_LEN = 2048
 """Positions held unless asked otherwise; longer contexts cost memory that few prompts use."""
 
@@ -133,4 +136,6 @@ def set_num_threads(num_threads: object) -> None:
         return
     if isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1:
         raise ArgumentError(f"num_threads is {num_threads!r}; give a whole number of at least 1")
+    if num_threads > MAX_NUM_THREADS:
+        raise ArgumentError(f"num_threads is {num_threads}; give at most {MAX_NUM_THREADS}")
     torch.set_num_threads(num_threads)

@@ -106,9 +106,9 @@ class StepThread:
             self._subscriptions[request.number] = subscription
             try:
                 self._engine.submit(request)
-            except TorporError as error:
+            except Exception as error:
                 del self._subscriptions[request.number]
-                subscription.put(error)
+                subscription.put(error if isinstance(error, TorporError) else step_error(error))
 
     def _tell(self, request: Request) -> None:
         subscription = self._subscriptions.get(request.number)

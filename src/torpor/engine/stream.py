@@ -57,7 +57,16 @@ class Stream:
                         "the model is paused, asleep or waiting for weights; wake it up and ask "
                         "for the next piece again"
                     )
-                self._engine.core.step()
+                if self._engine.core.can_step:
+                    self._engine.core.step()
+                    self._engine.turns.pass_on()
+                else:
+                    # Somebody drains the engine, and this request came too late for that.
+                    self._engine.turns.wait_until(self._has_news)
+
+    def _has_news(self) -> bool:
+        engine = self._engine
+        return self._request.finished or engine.core.can_step or not engine.may_step()
 
     def close(self) -> None:
         """Abort the request if it is not finished."""

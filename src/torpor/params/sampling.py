@@ -40,7 +40,7 @@ _NUMBERS = {
     "repetition_penalty": Limit(0, above=True),
 }
 _INTEGERS = {
-    "n": Limit(1),
+    "n": Limit(1, 16384),
     "top_k": Limit(-1),
     "seed": Limit(-(2**63), 2**64 - 1),
     "max_tokens": Limit(1),

@@ -10,6 +10,9 @@ from typing import Any
 from torpor.errors import RequestError
 from torpor.params.checks import flag, refuse_unsupported, text_or_none
 
+MAX_CHOICES = 1000
+"""Grammars of twice as many alternatives are beyond what the matcher takes."""
+
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
 _UNSUPPORTED = {
     "disable_additional_properties": "remove it and write additionalProperties in the schema",
@@ -98,4 +101,9 @@ def _choices(value: object) -> tuple[str, ...]:
         raise RequestError(f"structured_outputs.choice is {value!r}; give a list of strings")
     if not value:
         raise RequestError("structured_outputs.choice is empty; give at least one string")
+    if len(value) > MAX_CHOICES:
+        raise RequestError(
+            f"structured_outputs.choice has {len(value)} entries; give at most {MAX_CHOICES}, or a "
+            "regex"
+        )
     return tuple(value)

@@ -58,6 +58,14 @@ class PromptReader:
             )
         return [self._read(prompt, f"prompt {i}") for i, prompt in enumerate(prompts)]
 
+    def read(self, prompt: object) -> Prompt:
+        """Read one prompt; a list is its token ids.
+
+        Raises:
+            RequestError, PromptTooLongError: as ``read_all``.
+        """
+        return self._read(prompt, "the prompt")
+
     def read_chat(self, text: str, name: str) -> Prompt:
         """Read the text that a chat template made; it holds its special tokens already."""
         ids = self.tokenizer.encode(text, add_special_tokens=False)
@@ -134,6 +142,20 @@ class PromptReader:
                 "shorten it or raise max_model_len"
             )
         return token_ids
+
+
+def check_request_options(request_id: object, priority: object, cache_salt: object) -> None:
+    """Check what comes with a request beside its prompt and parameters.
+
+    Raises:
+        RequestError: one of them has the wrong type.
+    """
+    if request_id is not None and not isinstance(request_id, str):
+        raise RequestError(f"request_id is {_short(request_id)}; give a string, or None")
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise RequestError(f"priority is {_short(priority)}; give a whole number, lower first")
+    if not isinstance(cache_salt, str):
+        raise RequestError(f"cache_salt is {_short(cache_salt)}; give a string, '' for none")
 
 
 def params_for(

@@ -96,8 +96,15 @@ class Request:
     weights_epoch: int = 0
     """Of the newest token."""
     weights_version: str | None = None
+    _num_passed: int = 0
+    """So many sequences from the first on are known to have finished."""
 
     @property
     def finished(self) -> bool:
         """Whether every completion has ended."""
-        return all(sequence.finished for sequence in self.sequences)
+        # From where the last look ended: ``n`` may be thousands, and every token looks.
+        while self._num_passed < len(self.sequences):
+            if not self.sequences[self._num_passed].finished:
+                return False
+            self._num_passed += 1
+        return True

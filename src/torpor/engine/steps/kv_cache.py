@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torpor.cache.spec import KVSpec
-from torpor.errors import ArgumentError
+from torpor.errors import ArenaError, ArgumentError, OutOfMemoryError
 from torpor.model.attention.kv_layout import KVLayout
 from torpor.sleep.classes import OwnershipClass
 
@@ -71,7 +71,15 @@ def allocate_kv_cache(
     block_bytes = layout.block_bytes
     num_blocks = resolve_num_blocks(args, block_bytes, max_model_len)
     shape = (num_blocks, layout.elements_per_block)
-    kv = sleeper.allocate(shape, dtype, name="kv_cache", cls=OwnershipClass.CACHE)
+    try:
+        kv = sleeper.allocate(shape, dtype, name="kv_cache", cls=OwnershipClass.CACHE)
+    except OutOfMemoryError:
+        raise
+    except ArenaError as error:
+        raise OutOfMemoryError(
+            f"a KV cache of {num_blocks} blocks takes {num_blocks * block_bytes} bytes, which this "
+            f"process cannot have ({error}); lower kv_cache_memory_bytes or max_model_len"
+        ) from error
     return KVCacheMemory(kv, layout, _specs(attention, args.block_size, dtype))
 
 

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from torpor.engine.steps.news import News
+
 
 class Turns:
     """A re-entrant lock that is handed over in turn, and news to wait for.
@@ -13,28 +15,41 @@ class Turns:
     Python's own locks may give a thread that releases and asks again the next turn too, so that a
     loop of steps would starve a caller of ``sleep``. Here everyone passes a gate before waiting
     for the lock, and the one who waits holds the gate: a loop that comes round finds it shut.
+
+    An interrupt may come between any two lines. So nothing here remembers who has the turn: the
+    locks know it themselves, and whoever leaves asks them.
     """
 
     def __init__(self) -> None:
         """Nobody has the turn."""
-        self._gate = threading.Lock()
-        self._lock = threading.Lock()
-        self._owner: int | None = None
+        self._gate = threading.RLock()
+        self._lock = threading.RLock()
         # Apart from the turn, so that telling news never waits for a step.
-        self._news = threading.Condition()
-        self._num_news = 0
+        self._news = News()
+
+    @property
+    def held(self) -> bool:
+        """Whether the calling thread has the turn."""
+        return _is_held(self._lock)
 
     @contextmanager
     def take(self) -> Iterator[None]:
-        """Have the turn for the length of a with block; may be nested in one thread."""
-        if self._owner == threading.get_ident():
+        """Have the turn for the length of a with block; may be nested in one thread.
+
+        After an interrupt in `wait_until` or `pass_on` the block is left without the turn; what has
+        to be undone under it takes it again.
+        """
+        if self.held:
             yield
             return
-        self._acquire()
         try:
-            yield
+            try:
+                self._acquire()
+                yield
+            finally:
+                self._release()
         finally:
-            self._release()
+            self._release()  # the first may have been interrupted
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
         """Give the turn away until a condition holds, and have it again.
@@ -46,40 +61,46 @@ class Turns:
         # was is none, or two who wait would wake each other for ever.
         is_news = True
         while True:
-            with self._news:
-                seen = self._num_news
+            seen = self._news.count
             if holds():
                 return
             self._release(is_news=is_news)
-            try:
-                self._wait_for_news(seen + is_news)
-            finally:
-                self._acquire()
+            self._news.wait_beyond(seen + is_news)
+            self._acquire()
             is_news = False
 
     def pass_on(self) -> None:
         """Let whoever waits for the turn have it, and take it again."""
+        assert self.held, "giving away a turn that is not held"
         self._release()
         self._acquire()
 
     def tell(self) -> None:
         """Have every condition that is waited for asked again. Never waits."""
-        with self._news:
-            self._num_news += 1
-            self._news.notify_all()
+        self._news.tell()
 
     def _acquire(self) -> None:
-        with self._gate:
-            self._lock.acquire()
-        self._owner = threading.get_ident()
+        try:
+            try:
+                self._gate.acquire()
+                self._lock.acquire()
+            finally:
+                _let_go(self._gate)
+        finally:
+            _let_go(self._gate)
 
     def _release(self, *, is_news: bool = True) -> None:
-        assert self._owner == threading.get_ident(), "giving away a turn that is not held"
-        self._owner = None
-        self._lock.release()
-        if is_news:
-            self.tell()
+        if self.held:
+            _let_go(self._lock)
+            if is_news:
+                self.tell()
 
-    def _wait_for_news(self, seen: int) -> None:
-        with self._news:
-            self._news.wait_for(lambda: self._num_news > seen)
+
+def _is_held(lock: threading.RLock) -> bool:
+    held: bool = lock._is_owned()  # type: ignore[attr-defined]
+    return held
+
+
+def _let_go(lock: threading.RLock) -> None:
+    if _is_held(lock):
+        lock.release()
