@@ -131,6 +131,23 @@ def test_requests_that_come_during_a_drain_wait() -> None:
     assert new.finished
 
 
+def test_drains_that_overlap_end_in_any_order() -> None:
+    world = World()
+    first = world.scheduler.holding_back_new()
+    world.add(range(4), max_tokens=2)
+    first.__enter__()
+    world.add(range(4, 8), max_tokens=2)
+    second = world.scheduler.holding_back_new()
+    second.__enter__()
+    late = world.add(range(8, 12), max_tokens=1)
+    first.__exit__(None, None, None)
+    world.run()
+    assert not late.finished
+    second.__exit__(None, None, None)
+    world.run()
+    assert late.finished
+
+
 def test_a_step_undone_starts_its_rows_over_and_leaves_nothing_to_hit() -> None:
     world = World(num_blocks=30, max_num_batched_tokens=64)
     request = world.add(range(12), max_tokens=2)

@@ -65,8 +65,8 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
         """Sorted by ``Sequence.order``; what was preempted is at its old place again."""
-        self._newest: int | None = None
-        """While a drain runs: the number of the last request that may start."""
+        self._newest: list[int] = []
+        """For each drain that runs: the number of the last request that may start."""
 
     @property
     def running(self) -> tuple[Sequence, ...]:
@@ -91,14 +91,14 @@ class Scheduler:
     @contextmanager
     def holding_back_new(self) -> Iterator[None]:
         """Requests that come from now on wait until the with block ends."""
-        before = self._newest
         numbers = (seq.request.number for seq in (*self._running, *self._waiting))
         newest = max(numbers, default=-1)
-        self._newest = newest if before is None else min(newest, before)
+        # Several drains may overlap and end in any order, so each takes away its own alone.
+        self._newest.append(newest)
         try:
             yield
         finally:
-            self._newest = before
+            self._newest.remove(newest)
 
     def add(self, sequence: Sequence) -> None:
         """Take in a new sequence."""
@@ -223,7 +223,7 @@ class Scheduler:
             self._cache.register(sequence.seq_id, row.end)
 
     def _next_waiting(self) -> Sequence | None:
-        newest = self._newest
+        newest = min(self._newest, default=None)
         for sequence in self._waiting:
             if newest is None or sequence.request.number <= newest:
                 return sequence
