@@ -126,6 +126,14 @@ class Run:
                         self._round(workers, case, process, number)
                 if process == 0:
                     self._profile(workers)
+            # An hour's work: what is measured is kept, whatever happens to the rest.
+            if self.options.json:
+                partial = self._result(load_before, start_s)
+                partial.pop("case_objects")
+                self.options.json.write_text(json.dumps(partial, indent=1) + "\n")
+        return self._result(load_before, start_s)
+
+    def _result(self, load_before: float, start_s: float) -> dict[str, Any]:
         return {
             "what": "engines on the CPU, side by side",
             "rig": self._rig(load_before),
