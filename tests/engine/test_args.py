@@ -49,6 +49,7 @@ def test_the_defaults_are_these() -> None:
         "num_gpu_blocks_override": None,
         "enable_prefix_caching": True,
         "batch_invariant": False,
+        "pack_weights": True,
         "max_logprobs": 20,
         "logprobs_mode": "raw_logprobs",
         "scheduling_policy": "fcfs",

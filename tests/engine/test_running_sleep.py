@@ -224,6 +224,32 @@ def test_step_buffers_wake_full_of_the_poison_and_nothing_reads_it(llm: LLM) -> 
     assert [buffer.data_ptr() for buffer in buffers] == addresses
 
 
+def test_copies_of_weights_are_gone_while_asleep_and_never_stale(
+    llm: LLM, other_folder: Path
+) -> None:
+    packed = llm.core._runner.packed
+    if packed is None:
+        pytest.skip("this processor has no packed products")
+    prompts = [*PROMPTS, "wake"]
+    expected = tokens(llm.generate(prompts, PARAMS))
+    assert packed.nbytes > 0
+    assert {entry.reason for entry in llm.sleeper.sleep(level=1).residents} == {"declared runtime"}
+    llm.sleeper.wake_up()
+    for level in (1, 2):
+        report = llm.sleep(level)
+        assert packed.nbytes == 0
+        assert report.residents == ()
+        llm.wake_up()
+        assert tokens(llm.generate(prompts, PARAMS)) == expected
+    llm.update_weights(tiny_weights(1).items())
+    with LLM(other_folder) as fresh:
+        updated = tokens(fresh.generate(prompts, PARAMS))
+    assert tokens(llm.generate(prompts, PARAMS)) == updated != expected
+    assert llm.sleeper.audit().unowned == ()
+    llm.close()
+    assert packed.nbytes == 0
+
+
 # -- weights ------------------------------------------------------------------------------------
 
 

@@ -32,6 +32,7 @@ from torpor.model.checkpoints.load import build_model
 from torpor.model.checkpoints.resolve import resolve_model
 from torpor.model.layers.layers import gated_by_rows, use_gating, use_linear_kernel
 from torpor.model.layers.linear_kernels import linear_kernel
+from torpor.model.layers.packed_weights import PackedWeights, can_pack
 from torpor.sleep.building import building
 from torpor.sleep.classes import OwnershipClass
 from torpor.sleep.sleeper import Sleeper
@@ -130,7 +131,10 @@ def _core(
         if sleeper.tag_states["kv_cache"] != "released":
             memory.poison(block_ids)
 
-    kernel = linear_kernel(memory.kv.dtype, batch_invariant=args.batch_invariant, allocate=scratch)
+    packed = _packed_weights(args, memory.kv.dtype, sleeper)
+    kernel = linear_kernel(
+        memory.kv.dtype, batch_invariant=args.batch_invariant, allocate=scratch, packed=packed
+    )
     use_linear_kernel(module, kernel)
     if args.batch_invariant:
         use_gating(module, gated_by_rows)
@@ -160,8 +164,20 @@ def _core(
         table=cache.table,
         clear=memory.clear,
         logprobs_mode=args.logprobs_mode,
+        packed=packed,
     )
     return EngineCore(Scheduler(limits, cache), runner, sleeper, ready=ready), cache
+
+
+def _packed_weights(args: EngineArgs, dtype: torch.dtype, sleeper: Sleeper) -> PackedWeights | None:
+    if not args.pack_weights or args.batch_invariant or not can_pack(dtype):
+        return None
+
+    def declare(tensors: Sequence[torch.Tensor]) -> None:
+        # Not to be restored by anyone: the engine drops them before a sleep, and makes them anew.
+        sleeper.own(list(tensors), name="packed_weights", cls=OwnershipClass.RUNTIME)
+
+    return PackedWeights(dtype, epoch=lambda: sleeper.weights_epoch, declare=declare)
 
 
 def _limits(args: EngineArgs) -> SchedulerConfig:
