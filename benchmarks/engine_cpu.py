@@ -63,8 +63,13 @@ def main() -> int:
     for reason in result["void"]:
         print(f"VOID: {reason}")
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        options.json.write_text(as_text(result))
     return VOID_EXIT if result["void"] else 0
+
+
+def as_text(result: dict[str, Any]) -> str:
+    """A result as JSON, without the name of whoever measured in its paths."""
+    return json.dumps(result, indent=1).replace(str(Path.home()), "~") + "\n"
 
 
 def arguments() -> argparse.Namespace:
@@ -130,7 +135,7 @@ class Run:
             if self.options.json:
                 partial = self._result(load_before, start_s)
                 partial.pop("case_objects")
-                self.options.json.write_text(json.dumps(partial, indent=1) + "\n")
+                self.options.json.write_text(as_text(partial))
         return self._result(load_before, start_s)
 
     def _result(self, load_before: float, start_s: float) -> dict[str, Any]:
