@@ -415,7 +415,15 @@ def test_a_stream_that_came_too_late_for_a_drain_waits_without_the_turn(llm: LLM
     assert pieces
 
 
-def test_control_takes_its_turn_within_a_step_of_a_stream(llm: LLM) -> None:
+@pytest.fixture
+def slow_reader(tiny_folder: Path) -> Iterator[LLM]:
+    """One token a step: a prompt takes as many steps as it has tokens."""
+    with LLM(tiny_folder, kv_cache_memory_bytes=1 << 20, max_num_batched_tokens=1) as made:
+        yield made
+
+
+def test_control_takes_its_turn_within_a_step_of_a_stream(slow_reader: LLM) -> None:
+    llm = slow_reader
     stream = llm.stream([list(range(3, 90))], SamplingParams(max_tokens=8, ignore_eos=True))
     steps_before_sleep: list[int] = []
     launch = llm.core._runner.launch
