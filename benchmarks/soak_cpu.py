@@ -1,13 +1,14 @@
 """A soak of the asynchronous engine: random load, a sleep every few seconds, every answer compared.
 
-Run: python benchmarks/soak_cpu.py [--minutes 10] [--model smollm2] [--json FILE]
+Run: python benchmarks/soak_cpu.py [--minutes 10] [--model smollm2] [--max-model-len 512]
+     [--json FILE]
 
 First every case (a prompt and its parameters) is answered alone, with nothing cached. Then clients
 send random cases for the given time, some leaving early, while a keeper puts the model to sleep at
 random levels, tags and modes, wakes it in random order, reloads the weights and resets the prefix
 cache. Every answer that ended by itself must be the reference's, token by token. Where it differs,
 it counts as a tie only if the log probabilities of both tokens there are closer than 1e-4. Resident
-memory is compared asleep, at the start and at the end.
+memory is compared asleep, at the start and at the end. A line of progress comes every half minute.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import json
 import os
 import random
 import statistics
+import sys
 import time
+from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -36,7 +39,13 @@ NUM_CLIENTS = 6
 WARM_UP = 0.15
 """Share of the sleeps that the memory of the end is not compared with."""
 
+TELL_EVERY_S = 30.0
+MAX_POINTS = 200
+"""Of the series in the result."""
+
 Case = tuple[list[int], SamplingParams]
+Point = tuple[float, int]
+"""Seconds since the load began, and bytes."""
 
 
 def main() -> None:
@@ -45,10 +54,11 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--max-model-len", type=int, default=512)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     load_before = load_average()
-    soak = Soak(options.model, options.seed, options.threads)
+    soak = Soak(options.model, options.seed, options.threads, options.max_model_len)
     asyncio.run(soak.run(options.minutes * 60))
     result = {
         **soak.result(),
@@ -85,17 +95,19 @@ def cases(vocab_size: int, seed: int) -> list[Case]:
 class Soak:
     """The engine, its clients and its keeper."""
 
-    def __init__(self, model: str, seed: int, threads: int) -> None:
-        self._model, self._seed, self._threads = model, seed, threads
+    def __init__(self, model: str, seed: int, threads: int, max_model_len: int) -> None:
+        self._model, self._seed = model, seed
         self._rng = random.Random(seed + 1)
-        self._options: dict[str, Any] = {"max_model_len": 512, "num_threads": threads}
+        self._options: dict[str, Any] = {"max_model_len": max_model_len, "num_threads": threads}
         self.counts: dict[str, int] = {}
         self.wrong: list[dict[str, Any]] = []
-        self.asleep_rss_bytes: list[int] = []
+        self.asleep_rss: list[Point] = []
         self._sent = 0
+        self._start_s = time.monotonic()
 
     async def run(self, duration_s: float) -> None:
         with torpor.LLM(self._model, enable_prefix_caching=False, **self._options) as llm:
+            tell(f"answering {NUM_CASES} cases alone")
             vocab_size = llm.get_tokenizer().vocab_size
             self._cases = cases(vocab_size, self._seed)
             self._expected = [llm.generate([prompt], params)[0] for prompt, params in self._cases]
@@ -103,10 +115,15 @@ class Soak:
         async with torpor.AsyncLLM(
             self._model, num_gpu_blocks_override=200, max_num_batched_tokens=128, **self._options
         ) as engine:
-            self._until = time.monotonic() + duration_s
-            await asyncio.gather(
-                self._keep(engine), *(self._ask(engine) for _ in range(NUM_CLIENTS))
-            )
+            self._start_s = time.monotonic()
+            self._until = self._start_s + duration_s
+            telling = asyncio.create_task(self._tell())
+            try:
+                await asyncio.gather(
+                    self._keep(engine), *(self._ask(engine) for _ in range(NUM_CLIENTS))
+                )
+            finally:
+                telling.cancel()
             assert engine.get_num_unfinished_requests() == 0
             await engine.reset_prefix_cache()
             self.status = engine.status()
@@ -169,7 +186,7 @@ class Soak:
         self._count(f"sleep {level} {mode}")
         if level and tags is None:
             await asyncio.sleep(0.05)
-            self.asleep_rss_bytes.append(process_rss_bytes())
+            self.asleep_rss.append((time.monotonic() - self._start_s, process_rss_bytes()))
         orders: list[list[list[str] | None]] = [[None], [["weights"], None], [["kv_cache"], None]]
         for part in self._rng.choice(orders) if level else [None]:
             # A wake that names tags leaves the filling of discarded weights to its caller.
@@ -178,16 +195,35 @@ class Soak:
     def _count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
 
+    async def _tell(self) -> None:
+        while True:
+            await asyncio.sleep(TELL_EVERY_S)
+            tell(self.progress())
+
+    def progress(self) -> str:
+        """How far it has come, in one line."""
+        sleeps = sum(number for what, number in self.counts.items() if what.startswith("sleep"))
+        words = [
+            f"{time.monotonic() - self._start_s:.0f} s: {self._sent} sent",
+            f"{sleeps} sleeps",
+            f"{len(self.wrong)} wrong",
+        ]
+        if self.asleep_rss:
+            words.append(f"{self.asleep_rss[-1][1] / 1e6:.1f} MB when last asleep")
+        return ", ".join(words)
+
     def result(self) -> dict[str, Any]:
         """Everything that was seen, and whether it is as it must be."""
-        rss = self.asleep_rss_bytes[int(len(self.asleep_rss_bytes) * WARM_UP) :]
+        rss = [nbytes for _, nbytes in self.asleep_rss[int(len(self.asleep_rss) * WARM_UP) :]]
         if len(rss) < 3:
             raise SystemExit(f"the model slept {len(rss)} times after the warm-up; soak it longer")
         third = len(rss) // 3
         first, last = statistics.median(rss[:third]), statistics.median(rss[-third:])
         growth = last / first - 1
+        series = thinned(self.asleep_rss)
         return {
             "model": self._model,
+            "max_model_len": self._options["max_model_len"],
             "sent": self._sent,
             "counts": self.counts,
             "wrong": self.wrong,
@@ -196,9 +232,25 @@ class Soak:
             "num_prefix_hit_tokens": self.status["num_prefix_hit_tokens"],
             "kv_cache_usage_at_end": self.status["kv_cache_usage"],
             "asleep_rss_bytes": {"first_third": first, "last_third": last, "growth": growth},
+            "asleep_rss_series": {
+                "seconds": [round(at_s, 1) for at_s, _ in series],
+                "MB": [nbytes / 1e6 for _, nbytes in series],
+            },
             "verified": self.verified,
             "ok": not self.wrong and growth <= 0.01 and self.verified,
         }
+
+
+def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
+    """At most so many points, evenly from the first to the last."""
+    if len(points) <= most:
+        return list(points)
+    return [points[index * (len(points) - 1) // (most - 1)] for index in range(most)]
+
+
+def tell(words: str) -> None:
+    """Tell whoever waits."""
+    print(words, file=sys.stderr, flush=True)
 
 
 def _is_tie(found: Any, expected: Any, at: int) -> bool:

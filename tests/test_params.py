@@ -60,6 +60,9 @@ def test_defaults_are_those_of_vllm() -> None:
         ("seed", 1.5),
         ("seed", True),
         ("seed", 2**64),
+        ("seed", 10**40),
+        ("seed", -(2**63) - 1),
+        ("seed", math.nan),
         ("stop", ""),
         ("stop", ["a", ""]),
         ("stop", [1]),
@@ -69,6 +72,9 @@ def test_defaults_are_those_of_vllm() -> None:
         ("stop_token_ids", [True]),
         ("stop_token_ids", ["a"]),
         ("stop_token_ids", 3),
+        ("stop_token_ids", ""),
+        ("stop_token_ids", False),
+        ("stop_token_ids", {}),
         ("ignore_eos", 1),
         ("ignore_eos", "yes"),
         ("skip_special_tokens", None),
@@ -88,12 +94,17 @@ def test_defaults_are_those_of_vllm() -> None:
         ("frequency_penalty", -2.1),
         ("repetition_penalty", 0),
         ("repetition_penalty", math.nan),
+        ("repetition_penalty", 5e-324),
+        ("repetition_penalty", 1e300),
         ("logit_bias", {-1: 1.0}),
         ("logit_bias", {"a": 1.0}),
         ("logit_bias", {1.5: 1.0}),
         ("logit_bias", {True: 1.0}),
         ("logit_bias", [3]),
         ("logit_bias", 7),
+        ("logit_bias", ""),
+        ("logit_bias", "12"),
+        ("logit_bias", False),
         ("allowed_token_ids", []),
         ("allowed_token_ids", [-1]),
         ("allowed_token_ids", 3),
@@ -119,6 +130,90 @@ def test_a_bad_value_is_refused_with_name_and_value(name: str, value: object) ->
     assert name in message
     assert repr(value) in message
     assert any(word in message for word in ("give", "remove", "leave"))
+
+
+FINITE = {
+    "temperature": "a finite number of at least 0",
+    "top_p": "a finite number above 0 and at most 1",
+    "min_p": "a finite number of at least 0 and at most 1",
+    "presence_penalty": "a finite number of at least -2 and at most 2",
+    "frequency_penalty": "a finite number of at least -2 and at most 2",
+    "repetition_penalty": "a finite number of at least 1e-30 and at most 1e+30",
+    "logit_bias": "a finite number",
+}
+
+
+@pytest.mark.parametrize(("name", "words"), FINITE.items())
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, "warm", None, True])
+def test_what_is_no_finite_number_is_told_to_be_one(name: str, words: str, value: Any) -> None:
+    place = "logit_bias[5]" if name == "logit_bias" else name
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{name: {5: value} if name == "logit_bias" else value})
+    assert str(caught.value) == f"{place} is {value!r}; give {words}"
+
+
+INTEGERS = {
+    "n": (0, "a whole number of at least 1 and at most 16384"),
+    "top_k": (-2, "a whole number of at least -1"),
+    "seed": (
+        2**64,
+        "a whole number of at least -9223372036854775808 and at most 18446744073709551615, or None",
+    ),
+    "max_tokens": (0, "a whole number of at least 1, or None"),
+    "min_tokens": (-1, "a whole number of at least 0"),
+    "logprobs": (-2, "a whole number of at least -1, or None"),
+    "prompt_logprobs": (-2, "a whole number of at least -1, or None"),
+}
+
+
+@pytest.mark.parametrize(("name", "bad", "words"), [(k, *v) for k, v in INTEGERS.items()])
+def test_the_limits_of_whole_numbers_are_told_as_such(name: str, bad: int, words: str) -> None:
+    for value in (bad, 1.5, math.nan, "7"):
+        with pytest.raises(RequestError) as caught:
+            SamplingParams(**{name: value})  # type: ignore[arg-type]
+        assert str(caught.value) == f"{name} is {value!r}; give {words}"
+
+
+def test_seeds_reach_to_both_ends_of_their_range() -> None:
+    for seed in (-(2**63), 2**64 - 1):
+        assert SamplingParams(seed=seed).seed == seed
+
+
+TOO_LONG = 10**5000
+"""Python refuses to spell it."""
+
+
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [
+        (cls, entry.name)
+        for cls in (SamplingParams, StructuredOutputsParams)
+        for entry in dataclasses.fields(cls)
+    ],
+)
+@pytest.mark.parametrize(
+    "value",
+    [TOO_LONG, -TOO_LONG, [TOO_LONG], {TOO_LONG: TOO_LONG}],
+    ids=["high", "low", "list", "mapping"],
+)
+def test_a_number_too_long_to_show_is_refused_all_the_same(
+    params: Any, name: str, value: Any
+) -> None:
+    try:
+        made = params(**{name: value})
+    except RequestError as error:
+        told = str(error)
+        assert name in told
+        assert len(told) < 300
+    else:
+        assert name in {
+            "top_k",
+            "stop_token_ids",
+            "allowed_token_ids",
+            "max_tokens",
+            "logprobs",
+        } | {"prompt_logprobs"}
+        assert made is not None
 
 
 def test_an_unknown_name_is_refused() -> None:

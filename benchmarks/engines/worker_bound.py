@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import wire
+import worker_common
 from torch.nn import functional
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -120,24 +120,14 @@ FORMS: dict[str, Product] = {
 }
 
 
-def start(options: argparse.Namespace) -> tuple[dict[str, Any], Mapping[str, wire.Handler]]:
+def start(options: argparse.Namespace) -> worker_common.Started:
     """Make the weights."""
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     config = json.loads((Path(options.model) / "config.json").read_text())
     bound = Bound(config, getattr(torch, options.dtype))
-    facts = {
-        "versions": {"torch": torch.__version__},
-        "threads": torch.get_num_threads(),
-        "arguments": {"shapes": shapes_of(config)},
-    }
-    return facts, {"gemm": bound.gemm}
+    return worker_common.facts({"shapes": shapes_of(config)}), {"gemm": bound.gemm}
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--threads", type=int, required=True)
-    chosen = parser.parse_args()
-    wire.serve(lambda: start(chosen))
+    worker_common.main(__doc__, start)

@@ -7,12 +7,11 @@ import cProfile
 import io
 import json
 import pstats
-import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import wire
+import worker_common
 
 from torpor import LLM, SamplingParams, __version__
 
@@ -28,16 +27,10 @@ class Engine:
     def generate(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         """Complete prompts greedily, all at once."""
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens)
-        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-        start_s = time.perf_counter()
-        outputs = self.llm.generate(requests, params, use_tqdm=False)
-        elapsed_s = time.perf_counter() - start_s
+        answer, outputs = worker_common.generate(self.llm, prompts, params)
+        # An older commit under test may not count them.
         cached = [getattr(output, "num_cached_tokens", None) for output in outputs]
-        return {
-            "elapsed_s": elapsed_s,
-            "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
-            "num_cached_tokens": None if None in cached else cached,
-        }
+        return {**answer, "num_cached_tokens": None if None in cached else cached}
 
     def status(self) -> dict[str, Any]:
         """The engine's own counters."""
@@ -64,29 +57,19 @@ class Engine:
         return {"steps": steps, "operators": operators, "functions": text.getvalue()}
 
 
-def start(options: argparse.Namespace) -> tuple[dict[str, Any], Mapping[str, wire.Handler]]:
+def start(options: argparse.Namespace) -> worker_common.Started:
     """Load the model."""
-    llm = LLM(
-        options.model,
-        dtype=options.dtype,
-        num_threads=options.threads,
-        **json.loads(options.arguments),
+    arguments = options.arguments
+    engine = Engine(
+        LLM(options.model, dtype=options.dtype, num_threads=options.threads, **arguments)
     )
-    engine = Engine(llm)
-    facts = {
-        "versions": {"torpor": __version__, "torch": torch.__version__},
-        "threads": torch.get_num_threads(),
-        "arguments": json.loads(options.arguments),
+    handlers: dict[str, wire.Handler] = {
+        "generate": engine.generate,
+        "status": engine.status,
+        "profile": engine.profile,
     }
-    handlers = {"generate": engine.generate, "status": engine.status, "profile": engine.profile}
-    return facts, handlers
+    return worker_common.facts(arguments, torpor=__version__), handlers
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--arguments", default="{}")
-    chosen = parser.parse_args()
-    wire.serve(lambda: start(chosen))
+    worker_common.main(__doc__, start)

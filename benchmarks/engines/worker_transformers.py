@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import transformers
-import wire
+import worker_common
 
 
 class Engine:
@@ -34,25 +33,18 @@ class Engine:
         return {"elapsed_s": time.perf_counter() - start_s, "token_ids": token_ids}
 
 
-def start(options: argparse.Namespace) -> tuple[dict[str, Any], Mapping[str, wire.Handler]]:
+def start(options: argparse.Namespace) -> worker_common.Started:
     """Load the model."""
     torch.set_num_threads(options.threads)
     dtype = getattr(torch, options.dtype)
     model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
     # Without an end token nothing ends early, and nothing is masked to keep it from ending.
     model.generation_config.eos_token_id = None
-    facts = {
-        "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
-        "threads": torch.get_num_threads(),
-        "arguments": {"attention": model.config._attn_implementation},
-    }
+    facts = worker_common.facts(
+        {"attention": model.config._attn_implementation}, transformers=transformers.__version__
+    )
     return facts, {"generate": Engine(model).generate}
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--threads", type=int, required=True)
-    chosen = parser.parse_args()
-    wire.serve(lambda: start(chosen))
+    worker_common.main(__doc__, start)

@@ -6,10 +6,9 @@ import pytest
 
 from torpor.check.bench_options import (
     EngineChoices,
-    LatencyOptions,
+    GenerationOptions,
     Repeats,
     SleepOptions,
-    ThroughputOptions,
 )
 from torpor.errors import ArgumentError
 
@@ -24,6 +23,10 @@ class Notes:
     def measuring(self, what: str, iteration: int, num_iters: int) -> None:
         """Take a note."""
         self.told.append((what, iteration, num_iters))
+
+
+def generation(**changes: int) -> GenerationOptions:
+    return GenerationOptions(**{"num_prompts": 1, **changes}, repeats=Repeats(num_iters=1))
 
 
 def test_only_chosen_arguments_reach_the_engine() -> None:
@@ -48,8 +51,10 @@ def test_no_warm_up_is_allowed() -> None:
     [
         (lambda: Repeats(num_iters=0), "num_iters is 0; give at least 1"),
         (lambda: Repeats(num_iters=1, num_iters_warmup=-1), "num_iters_warmup is -1"),
-        (lambda: ThroughputOptions(num_prompts=0), "num_prompts is 0"),
-        (lambda: LatencyOptions(batch_size=-2), "batch_size is -2"),
+        (lambda: generation(num_prompts=0), "num_prompts is 0; give at least 1"),
+        (lambda: generation(num_prompts=-2), "num_prompts is -2"),
+        (lambda: generation(input_len=0), "input_len is 0; give at least 1"),
+        (lambda: generation(output_len=0), "output_len is 0; give at least 1"),
         (lambda: SleepOptions(levels=(1, 3)), "level is 3; give 1 or 2"),
         (lambda: SleepOptions(levels=()), "levels is empty; give 1 or 2"),
     ],

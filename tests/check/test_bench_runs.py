@@ -10,17 +10,15 @@ import pytest
 from tests.check.test_bench_options import Notes
 
 from torpor.check.bench_engine import Workload
-from torpor.check.bench_latency import bench_latency
+from torpor.check.bench_generation import bench_latency, bench_throughput
 from torpor.check.bench_options import (
     EngineChoices,
-    LatencyOptions,
+    GenerationOptions,
     Repeats,
     SleepOptions,
-    ThroughputOptions,
 )
 from torpor.check.bench_sleep import bench_sleep
-from torpor.check.bench_throughput import bench_throughput
-from torpor.engine.llm import LLM
+from torpor.errors import ArgumentError
 
 ONE_THREAD = EngineChoices(num_threads=1)
 TWICE = Repeats(num_iters=2, num_iters_warmup=1)
@@ -32,9 +30,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     asked: list[int] = []
     real = Workload.generate
 
-    def generate(self: Workload, llm: LLM, prompts: Any, output_len: int | None = None) -> float:
-        real(self, llm, prompts, output_len)
-        asked.append(len(prompts))
+    def generate(self: Workload, output_len: int) -> float:
+        real(self, output_len)
+        asked.append(output_len)
         return float(len(asked))
 
     monkeypatch.setattr(Workload, "generate", generate)
@@ -43,11 +41,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_throughput_counts_tokens_of_all_prompts(tiny_folder: Path, clock: list[int]) -> None:
     notes = Notes()
-    options = ThroughputOptions(
+    options = GenerationOptions(
         input_len=4, output_len=2, num_prompts=3, repeats=TWICE, engine=ONE_THREAD
     )
     result = bench_throughput(tiny_folder, options, listener=notes)
-    assert clock == [3, 3, 3]
+    assert clock == [2, 2, 2]
     assert result.elapsed_s.samples == (2.0, 3.0)
     assert result.output_tokens_per_s.samples == (3.0, 2.0)
     assert result.total_tokens_per_s.samples == (9.0, 6.0)
@@ -56,20 +54,22 @@ def test_throughput_counts_tokens_of_all_prompts(tiny_folder: Path, clock: list[
 
 
 def test_latency_separates_the_first_token(tiny_folder: Path, clock: list[int]) -> None:
-    options = LatencyOptions(
-        input_len=4, output_len=3, batch_size=2, repeats=TWICE, engine=ONE_THREAD
+    options = GenerationOptions(
+        input_len=4, output_len=3, num_prompts=2, repeats=TWICE, engine=ONE_THREAD
     )
     result = bench_latency(tiny_folder, options)
-    assert clock == [2] * 6
+    assert clock == [1, 3] * 3
     assert result.first_token_s.samples == (3.0, 5.0)
-    assert result.latency_s.samples == (4.0, 6.0)
+    assert result.elapsed_s.samples == (4.0, 6.0)
     assert result.step_s == (5.0 - 4.0) / 2
     assert result.output_tokens_per_s.samples == (1.5, 1.0)
 
 
 def test_one_token_has_no_step(tiny_folder: Path) -> None:
     repeats = Repeats(num_iters=1, num_iters_warmup=0)
-    options = LatencyOptions(input_len=4, output_len=1, repeats=repeats, engine=ONE_THREAD)
+    options = GenerationOptions(
+        num_prompts=1, input_len=4, output_len=1, repeats=repeats, engine=ONE_THREAD
+    )
     assert bench_latency(tiny_folder, options).step_s is None
 
 
@@ -116,13 +116,15 @@ def test_results_are_json(tiny_folder: Path) -> None:
     results = (
         bench_throughput(
             tiny_folder,
-            ThroughputOptions(
+            GenerationOptions(
                 input_len=2, output_len=2, num_prompts=1, repeats=once, engine=ONE_THREAD
             ),
         ),
         bench_latency(
             tiny_folder,
-            LatencyOptions(input_len=2, output_len=2, repeats=once, engine=ONE_THREAD),
+            GenerationOptions(
+                num_prompts=1, input_len=2, output_len=2, repeats=once, engine=ONE_THREAD
+            ),
         ),
         bench_sleep(tiny_folder, SleepOptions(levels=(2,), repeats=once, engine=ONE_THREAD)),
     )
@@ -134,3 +136,47 @@ def test_results_are_json(tiny_folder: Path) -> None:
         assert facts["engine"] == {"num_threads": 1}
         assert {"device", "rig", "num_threads", "commit", "load_average_1min"} <= set(facts)
     assert names == ["throughput", "latency", "sleep"]
+
+
+@pytest.mark.parametrize(
+    ("bench", "keys"),
+    [
+        (
+            bench_throughput,
+            [
+                *("benchmark", "model", "engine", "input_len", "output_len", "num_prompts"),
+                *("num_iters", "num_iters_warmup", "seed", "load_s", "elapsed_s"),
+                *("output_tokens_per_s", "total_tokens_per_s", "requests_per_s"),
+            ],
+        ),
+        (
+            bench_latency,
+            [
+                *("benchmark", "model", "engine", "input_len", "output_len", "batch_size"),
+                *("num_iters", "num_iters_warmup", "seed", "load_s", "first_token_s"),
+                *("latency_s", "step_s", "output_tokens_per_s"),
+            ],
+        ),
+    ],
+)
+def test_the_keys_of_a_result_are_these(tiny_folder: Path, bench: Any, keys: list[str]) -> None:
+    options = GenerationOptions(
+        num_prompts=2, input_len=3, output_len=4, seed=5, repeats=TWICE, engine=ONE_THREAD
+    )
+    facts = bench(tiny_folder, options).to_dict()
+    scene = ["device", "rig", "num_threads", "commit", "load_average_1min"]
+    assert list(facts) == keys + scene
+    given = ("input_len", "output_len", keys[5], "num_iters", "num_iters_warmup", "seed")
+    assert [facts[name] for name in given] == [3, 4, 2, 2, 1, 5]
+
+
+def test_a_completion_that_does_not_fit_is_refused(tiny_folder: Path) -> None:
+    options = GenerationOptions(
+        num_prompts=1,
+        input_len=6,
+        output_len=6,
+        repeats=TWICE,
+        engine=EngineChoices(num_threads=1, max_model_len=8),
+    )
+    with pytest.raises(ArgumentError, match="6 tokens got 2 of 6 more; make max_model_len larger"):
+        bench_throughput(tiny_folder, options)

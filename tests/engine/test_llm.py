@@ -293,6 +293,14 @@ def test_bad_messages_are_refused(llm: LLM, messages: Any) -> None:
         llm.stream_chat(messages, GREEDY)
 
 
+@pytest.mark.parametrize("template", [3, True, b"x", ["x"], float("nan")])
+def test_a_template_is_text(llm: LLM, template: Any) -> None:
+    for answer in (llm.chat, llm.stream_chat):
+        with pytest.raises(RequestError) as caught:
+            answer(CHAT, GREEDY, chat_template=template)  # type: ignore[operator]
+        assert str(caught.value) == f"chat_template is {template!r}; give a string"
+
+
 def test_a_stream_gives_the_text_of_generate_in_pieces(llm: LLM) -> None:
     for params in (GREEDY, SamplingParams(seed=3, max_tokens=12, ignore_eos=True)):
         pieces, output = finish(llm.stream(PROMPTS[0], params))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.serve.conftest import Torpor
 
-from torpor.check import bench_latency, bench_sleep, bench_throughput
-from torpor.check.bench_options import EngineChoices, Repeats
+from torpor.check import bench_generation, bench_sleep
+from torpor.check.bench_options import (
+    EngineChoices,
+    GenerationOptions,
+    Repeats,
+    SleepOptions,
+)
 from torpor.errors import VerificationError
 from torpor.serve.bench_words import rate
 
@@ -27,8 +33,8 @@ def asked(torpor: Torpor, monkeypatch: pytest.MonkeyPatch) -> Any:
         raise KeyboardInterrupt
 
     for module, name in (
-        (bench_throughput, "bench_throughput"),
-        (bench_latency, "bench_latency"),
+        (bench_generation, "bench_throughput"),
+        (bench_generation, "bench_latency"),
         (bench_sleep, "bench_sleep"),
     ):
         monkeypatch.setattr(module, name, note)
@@ -62,8 +68,51 @@ def test_throughput_takes_every_option(asked: Any) -> None:
 
 def test_latency_takes_a_batch_size(asked: Any) -> None:
     model, options = asked("latency", "--batch-size", 4, "--seed", 3)
-    assert (model, options.batch_size, options.seed) == ("smollm2", 4, 3)
+    assert (model, options.num_prompts, options.seed) == ("smollm2", 4, 3)
     assert options.engine.given() == {}
+
+
+def test_each_benchmark_has_its_defaults(asked: Any) -> None:
+    for name, num_prompts, num_iters in (("throughput", 16, 3), ("latency", 1, 5)):
+        model, options = asked(name)
+        assert (model, options) == (
+            "smollm2",
+            GenerationOptions(
+                num_prompts=num_prompts,
+                input_len=32,
+                output_len=64,
+                seed=0,
+                repeats=Repeats(num_iters=num_iters, num_iters_warmup=1),
+                engine=EngineChoices(),
+            ),
+        )
+    assert asked("sleep")[1] == SleepOptions(
+        levels=(1, 2), repeats=Repeats(num_iters=5, num_iters_warmup=1), engine=EngineChoices()
+    )
+
+
+COMMON = {
+    *("--model", "-m", "--num-iters", "--num-iters-warmup", "--dtype", "--threads"),
+    *("--max-model-len", "--kv-cache-memory-bytes", "--json", "--help"),
+}
+GENERATION = COMMON | {"--input-len", "--output-len", "--seed", "--batch-invariant"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("throughput", GENERATION | {"--num-prompts"}),
+        ("latency", GENERATION | {"--batch-size"}),
+        ("sleep", COMMON | {"--level"}),
+    ],
+)
+def test_help_lists_the_options_of_each_benchmark(
+    torpor: Torpor, monkeypatch: pytest.MonkeyPatch, name: str, options: set[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # so that no name is cut off
+    outcome = torpor("bench", name, "--help")
+    assert outcome.code == 0
+    assert set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", outcome.out)) == options
 
 
 def test_sleep_takes_levels(asked: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +72,61 @@ def test_what_stays_is_shown_with_reason_and_remedy(
     assert "model.stranger 400 B: no owner declared it; own it" in text
     assert "lm_head.weight has left" in text
     assert "FINDINGS" in text
+
+
+LONG_NAME = "model.layers.17.post_attention_layernorm.with_a_very_long_name.weight"
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+@pytest.mark.parametrize("every", [False, True])
+def test_names_stay_whole_in_a_narrow_terminal(
+    diagnosis: Diagnosis, monkeypatch: pytest.MonkeyPatch, columns: int, every: bool
+) -> None:
+    rows = list(diagnosis.owners)
+    rows[1] = dataclasses.replace(rows[1], name=LONG_NAME)
+    stream = Stream()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "stdout", stream)
+    show(
+        Terminal(json_wanted=False), dataclasses.replace(diagnosis, owners=tuple(rows)), every=every
+    )
+    lines = stream.written().splitlines()
+    for row in rows:
+        name = row.name if every else re.sub(r"\.\d+\.", ".*.", row.name)
+        assert any(line.endswith(f"B  {name}") for line in lines), name
+    if columns == 80:
+        others = [line for line in lines if "very_long_name" not in line]
+        assert max(map(len, others)) <= 80
+
+
+def test_what_is_kept_alike_stands_under_one_heading(
+    diagnosis: Diagnosis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = diagnosis.owners[0]
+    rows = [
+        dataclasses.replace(first, name=name, cls=cls, nbytes=500, host_copy=host, sources=sources)
+        for name, cls, host, sources in (
+            ("layers.0.w", "parameter", "checkpoint", ()),
+            ("inv_freq", "buffer", None, ()),
+            ("layers.1.w", "parameter", "checkpoint", ()),
+            ("layers.1.q", "parameter", "file", ("layers.0.w", "inv_freq")),
+        )
+    ]
+    stream = Stream()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stdout", stream)
+    show(
+        Terminal(json_wanted=False), dataclasses.replace(diagnosis, owners=tuple(rows)), every=False
+    )
+    assert stream.written().splitlines()[1:8] == [
+        "parameter, tag weights, 2 tensors of 1.00 kB, host copy: checkpoint",
+        "     2 x  1.00 kB  layers.*.w",
+        "buffer, tag weights, 1 tensor of 500 B, no host copy",
+        "     1 x    500 B  inv_freq",
+        "parameter, tag weights, 1 tensor of 500 B, host copy: file",
+        "     1 x    500 B  layers.*.q  computed from layers.0.w, inv_freq",
+        "4 tensors of 2.00 kB in all",
+    ]
 
 
 def test_derived_tensors_show_their_sources(

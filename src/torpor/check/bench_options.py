@@ -62,49 +62,32 @@ class EngineChoices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ThroughputOptions:
-    """What is measured.
+class GenerationOptions:
+    """What is measured of throughput or latency.
 
     Raises:
         ArgumentError: an impossible value.
     """
 
+    num_prompts: int
+    """Handed over in one call, and computed together as far as they fit."""
+    repeats: Repeats
     input_len: int = 32
     """Tokens of each prompt."""
     output_len: int = 64
     """Tokens generated from each prompt."""
-    num_prompts: int = 16
-    """All handed over in one call."""
     seed: int = 0
     """Of the prompts."""
-    repeats: Repeats = field(default_factory=lambda: Repeats(num_iters=3))
     engine: EngineChoices = field(default_factory=EngineChoices)
 
     def __post_init__(self) -> None:
-        at_least("num_prompts", self.num_prompts, 1)
+        for name in ("num_prompts", "input_len", "output_len"):
+            at_least(name, getattr(self, name), 1)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatencyOptions:
-    """What is measured.
-
-    Raises:
-        ArgumentError: an impossible value.
-    """
-
-    input_len: int = 32
-    """Tokens of each prompt."""
-    output_len: int = 64
-    """Tokens generated from each prompt."""
-    batch_size: int = 1
-    """Prompts that run together."""
-    seed: int = 0
-    """Of the prompts."""
-    repeats: Repeats = field(default_factory=lambda: Repeats(num_iters=5))
-    engine: EngineChoices = field(default_factory=EngineChoices)
-
-    def __post_init__(self) -> None:
-        at_least("batch_size", self.batch_size, 1)
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated in one run."""
+        return self.num_prompts * self.output_len
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torpor.check.bench_engine import load_engine
+from torpor.check.bench_engine import run_engine
 from torpor.check.bench_figures import Spread, spread
-from torpor.check.bench_scene import Scene, load_average, scene_since
+from torpor.check.bench_scene import Scene
 from torpor.sleep.poison import poison_from
 
 if TYPE_CHECKING:
@@ -143,20 +143,23 @@ def bench_sleep(
         VerificationError: a tensor came back with other bytes.
         TorporError: the model cannot be loaded, or cannot sleep or wake.
     """
-    load_before = load_average()
-    llm, load_s = load_engine(model, options.engine, progress)
-    with llm:
+
+    def measure(llm: LLM) -> tuple[dict[str, int], tuple[LevelResult, ...]]:
         owned_bytes = llm.status()["owned_bytes"]
-        levels = tuple(_measure(llm, level, options, listener) for level in options.levels)
-        scene = scene_since(load_before)
+        return owned_bytes, tuple(
+            _measure(llm, level, options, listener) for level in options.levels
+        )
+
+    run = run_engine(model, options.engine, measure, progress)
+    owned_bytes, levels = run.measured
     return SleepResult(
         model=str(model),
         options=options,
-        load_s=load_s,
+        load_s=run.load_s,
         owned_bytes=owned_bytes,
         poisoned=poison_from(None) is not None,
         levels=levels,
-        scene=scene,
+        scene=run.scene,
     )
 
 

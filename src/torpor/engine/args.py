@@ -6,7 +6,11 @@ import os
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from torpor.engine.options import check_poison, check_progress, check_spill_dir
 from torpor.errors import ArgumentError
+from torpor.params.checks import shown
+from torpor.sleep.choices import FOREIGN_WRITE_POLICIES
+from torpor.sleep.door import HOST_COPY_POLICIES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +36,7 @@ class EngineOptions(TypedDict, total=False):
     num_gpu_blocks_override: int | None
     enable_prefix_caching: bool
     batch_invariant: bool
-    pack_weights: bool
+    cpu_kernels: str
     max_logprobs: int
     logprobs_mode: LogprobsMode
     scheduling_policy: str
@@ -78,10 +82,9 @@ class EngineArgs:
     """Whether prompts that begin alike share what was computed for the beginning."""
     batch_invariant: bool = False
     """Compute so that the bits of an answer do not depend on what runs beside it; slower."""
-    pack_weights: bool = True
-    """On a CPU, keep a second copy of the weights in the layout of its matrix library while batches
-    of three or more decode: half again as fast, and as much memory again. Sleep gives it back.
-    Never with ``batch_invariant``."""
+    cpu_kernels: str = "auto"
+    """On a CPU, "native": kernels that a C++ compiler makes for this processor once and the cache
+    folder keeps; "torch": what torch ships, slower; "auto": the first where it can be had."""
     max_logprobs: int = 20
     """The most log probabilities per token that a request may ask for; -1 for no limit."""
     logprobs_mode: LogprobsMode = "raw_logprobs"
@@ -106,22 +109,25 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str | os.PathLike):
-            raise ArgumentError(f"model is {self.model!r}; give a name or the path of a folder")
+            told = shown(self.model)
+            raise ArgumentError(f"model is {told}; give a name or the path of a folder")
         for name, low in _INTEGERS.items():
             _check_integer(name, getattr(self, name), low)
         for name in (
             "enable_prefix_caching",
             "batch_invariant",
-            "pack_weights",
             "strict",
             "check_nan",
         ):
             if not isinstance(getattr(self, name), bool):
-                raise ArgumentError(f"{name} is {getattr(self, name)!r}; give True or False")
+                raise ArgumentError(f"{name} is {shown(getattr(self, name))}; give True or False")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 known = " or ".join(map(repr, choices))
-                raise ArgumentError(f"{name} is {getattr(self, name)!r}; give {known}")
+                raise ArgumentError(f"{name} is {shown(getattr(self, name))}; give {known}")
+        check_poison(self.poison)
+        check_progress(self.progress)
+        check_spill_dir(self.spill_dir)
 
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
@@ -138,9 +144,15 @@ _INTEGERS = {
 }
 _OPTIONAL = {"max_num_batched_tokens", "kv_cache_memory_bytes", "num_gpu_blocks_override"}
 _CHOICES = {
+    "cpu_kernels": ("auto", "native", "torch"),
     "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
     "scheduling_policy": ("fcfs", "priority"),
+    "on_foreign_write": FOREIGN_WRITE_POLICIES,
+    "host_copy": HOST_COPY_POLICIES,
 }
+MOST = 2**31 - 1
+"""Of anything that is counted; of bytes as many as can be addressed."""
+MOST_BYTES = 2**63 - 1
 
 
 def engine_args(model: object, options: EngineOptions) -> EngineArgs:
@@ -152,7 +164,7 @@ def engine_args(model: object, options: EngineOptions) -> EngineArgs:
     known = [field.name for field in fields(EngineArgs) if field.name != "model"]
     unknown = sorted(set(options) - set(known))
     if unknown:
-        raise ArgumentError(f"unknown argument {unknown[0]!r}; known are {', '.join(known)}")
+        raise ArgumentError(f"unknown argument {shown(unknown[0])}; known are {', '.join(known)}")
     values: dict[str, Any] = {"model": model, **options}
     return EngineArgs(**values)
 
@@ -160,6 +172,10 @@ def engine_args(model: object, options: EngineOptions) -> EngineArgs:
 def _check_integer(name: str, value: object, low: int) -> None:
     if value is None and name in _OPTIONAL:
         return
+    told = shown(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         also = ", or None" if name in _OPTIONAL else ""
-        raise ArgumentError(f"{name} is {value!r}; give a whole number of at least {low}{also}")
+        raise ArgumentError(f"{name} is {told}; give a whole number of at least {low}{also}")
+    most = MOST_BYTES if name.endswith("_bytes") else MOST
+    if value > most:
+        raise ArgumentError(f"{name} is {told}; give at most {most}")

@@ -12,6 +12,7 @@ from torpor.engine.progress_bar import ProgressBar
 from torpor.engine.requests.prompts import Prompt, params_for
 from torpor.engine.stream import Stream
 from torpor.errors import GenerationError, RequestError
+from torpor.params.checks import text_or_none
 
 if TYPE_CHECKING:
     from torpor.engine.requests.request import Request
@@ -209,6 +210,7 @@ class LLM(Engine):
         *,
         add_generation_prompt: bool,
     ) -> Prompt:
+        text_or_none("chat_template", template)
         text = self.tokenizer.apply_chat_template(
             messages, chat_template=template, add_generation_prompt=add_generation_prompt
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -24,8 +25,29 @@ class Limit:
         return (value > self.low if self.above else value >= self.low) and value <= self.high
 
     def __str__(self) -> str:
-        lower = f"{'above' if self.above else 'of at least'} {self.low:g}"
-        return lower if self.high == math.inf else f"{lower} and at most {self.high:g}"
+        words = []
+        if self.low > -math.inf:
+            words.append(f"{'above' if self.above else 'of at least'} {self.low}")
+        if self.high < math.inf:
+            words.append(f"at most {self.high}")
+        return " and ".join(words)
+
+
+ANY = Limit(-math.inf)
+"""Every finite number."""
+
+SEED = Limit(-(2**63), 2**64 - 1)
+"""What ``torch.Generator.manual_seed`` takes, to which vLLM hands a seed."""
+
+
+def shown(value: object) -> str:
+    """A value for a message; Python itself refuses to spell very long numbers."""
+    try:
+        return repr(value)
+    except ValueError:
+        if isinstance(value, int):
+            return f"a number of {value.bit_length()} bits"
+        return f"a {type(value).__name__} with a number too long to show"
 
 
 def refuse_unsupported(params: Any, remedies: Mapping[str, str], prefix: str) -> None:
@@ -39,7 +61,7 @@ def refuse_unsupported(params: Any, remedies: Mapping[str, str], prefix: str) ->
             object.__setattr__(params, entry.name, None)
         elif value != entry.default:
             raise RequestError(
-                f"{prefix}{entry.name} is {value!r}, which torpor does not follow; "
+                f"{prefix}{entry.name} is {shown(value)}, which torpor does not follow; "
                 f"{remedies[entry.name]}"
             )
 
@@ -51,14 +73,13 @@ def _is_empty(value: object) -> bool:
 def number(name: str, value: object, limit: Limit) -> float:
     """A finite number within the limit, as a float."""
     # bool is an int to Python, but True as a temperature is a mistake.
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise RequestError(f"{name} is {value!r}; give a number {limit}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
+    number = math.nan
+    if isinstance(value, Real) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):
+            number = float(value)
     if not math.isfinite(number) or not limit.holds(number):
-        raise RequestError(f"{name} is {value!r}; give a number {limit}")
+        remedy = f"give a finite number {limit}".rstrip()
+        raise RequestError(f"{name} is {shown(value)}; {remedy}")
     return number
 
 
@@ -68,36 +89,36 @@ def integer(name: str, value: object, limit: Limit, *, optional: bool = False) -
         return None
     if isinstance(value, bool) or not isinstance(value, Integral) or not limit.holds(int(value)):
         also = ", or None" if optional else ""
-        raise RequestError(f"{name} is {value!r}; give a whole number {limit}{also}")
+        raise RequestError(f"{name} is {shown(value)}; give a whole number {limit}{also}")
     return int(value)
 
 
 def flag(name: str, value: object) -> None:
     """True or False, nothing that merely counts as one."""
     if not isinstance(value, bool):
-        raise RequestError(f"{name} is {value!r}; give True or False")
+        raise RequestError(f"{name} is {shown(value)}; give True or False")
 
 
 def text_or_none(name: str, value: object) -> None:
     """A string or None."""
     if value is not None and not isinstance(value, str):
-        raise RequestError(f"{name} is {value!r}; give a string")
+        raise RequestError(f"{name} is {shown(value)}; give a string")
 
 
 def strings(name: str, value: object, why_not_empty: str) -> tuple[str, ...]:
     """One string or several, none of them empty, as a tuple."""
     strings = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(strings, list | tuple) or not all(isinstance(s, str) for s in strings):
-        raise RequestError(f"{name} is {value!r}; give a string or a list of strings")
+        raise RequestError(f"{name} is {shown(value)}; give a string or a list of strings")
     if "" in strings:
-        raise RequestError(f"{name} is {value!r}: an empty string {why_not_empty}; remove it")
+        raise RequestError(f"{name} is {shown(value)}: an empty string {why_not_empty}; remove it")
     return tuple(strings)
 
 
 def token_ids(name: str, value: object) -> tuple[int, ...]:
     """A list of token ids as a tuple of ints."""
     if not isinstance(value, list | tuple) or not all(map(is_token_id, value)):
-        raise RequestError(f"{name} is {value!r}; give a list of token ids from 0 up")
+        raise RequestError(f"{name} is {shown(value)}; give a list of token ids from 0 up")
     return tuple(map(int, value))
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from torpor.errors import RequestError
 from torpor.params.checks import (
+    ANY,
+    SEED,
     Limit,
     flag,
     integer,
     is_token_id,
     number,
     refuse_unsupported,
+    shown,
     strings,
     token_ids,
 )
@@ -37,12 +39,13 @@ _NUMBERS = {
     "min_p": Limit(0, 1),
     "presence_penalty": Limit(-2, 2),
     "frequency_penalty": Limit(-2, 2),
-    "repetition_penalty": Limit(0, above=True),
+    # Far outside, a logit times or over it is no float any more.
+    "repetition_penalty": Limit(1e-30, 1e30),
 }
 _INTEGERS = {
     "n": Limit(1, 16384),
     "top_k": Limit(-1),
-    "seed": Limit(-(2**63), 2**64 - 1),
+    "seed": SEED,
     "max_tokens": Limit(1),
     "min_tokens": Limit(0),
     "logprobs": Limit(-1),
@@ -166,7 +169,8 @@ class SamplingParams:
             flag(name, getattr(self, name))
         self._set("stop", strings("stop", self.stop, "ends every text at once"))
         self._set("bad_words", strings("bad_words", self.bad_words, "is in every text"))
-        self._set("stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids or ()))
+        end_ids = () if self.stop_token_ids is None else self.stop_token_ids
+        self._set("stop_token_ids", token_ids("stop_token_ids", end_ids))
         self._set("logit_bias", _logit_bias(self.logit_bias))
         if self.allowed_token_ids is not None:
             self._set("allowed_token_ids", _allowed_ids(self.allowed_token_ids))
@@ -191,8 +195,8 @@ class SamplingParams:
                 token_id = entry[0] if name == "logit_bias" else entry
                 if token_id >= vocab_size:
                     raise RequestError(
-                        f"{name} holds {token_id}, but the vocabulary has {vocab_size} tokens; "
-                        "remove it"
+                        f"{name} holds {shown(token_id)}, but the vocabulary has {vocab_size} "
+                        "tokens; remove it"
                     )
 
     def _set(self, name: str, value: object) -> None:
@@ -210,11 +214,11 @@ class SamplingParams:
     def _check_together(self) -> None:
         refuse_unsupported(self, _UNSUPPORTED, "")
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
-            raise RequestError(
-                f"structured_outputs is {self.structured_outputs!r}; give StructuredOutputsParams"
-            )
+            told = shown(self.structured_outputs)
+            raise RequestError(f"structured_outputs is {told}; give StructuredOutputsParams")
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise RequestError(f"output_kind is {self.output_kind!r}; give a RequestOutputKind")
+            told = shown(self.output_kind)
+            raise RequestError(f"output_kind is {told}; give a RequestOutputKind")
         if self.greedy and self.n > 1:
             raise RequestError(
                 f"n is {self.n} with temperature {self.temperature}: greedy completions would all "
@@ -222,7 +226,7 @@ class SamplingParams:
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens is {self.min_tokens} and max_tokens is {self.max_tokens}; "
+                f"min_tokens is {shown(self.min_tokens)} and max_tokens is {self.max_tokens}; "
                 "lower min_tokens or raise max_tokens"
             )
         if self.stop and not self.detokenize:
@@ -242,18 +246,20 @@ def _allowed_ids(value: object) -> tuple[int, ...]:
 
 
 def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
-    pairs: Iterable[Any] = value.items() if isinstance(value, Mapping) else value or ()  # type: ignore[assignment]
+    pairs: Any = value.items() if isinstance(value, Mapping) else () if value is None else value
     try:
+        if isinstance(pairs, str | bytes):
+            raise TypeError
         # The keys of a JSON object are strings.
         biases = {int(key) if isinstance(key, str) else key: bias for key, bias in pairs}
     except (TypeError, ValueError) as error:
         raise RequestError(
-            f"logit_bias is {value!r}; give a mapping of token ids to numbers"
+            f"logit_bias is {shown(value)}; give a mapping of token ids to numbers"
         ) from error
     if not all(map(is_token_id, biases)):
-        raise RequestError(f"logit_bias is {value!r}; give token ids from 0 up as its keys")
+        raise RequestError(f"logit_bias is {shown(value)}; give token ids from 0 up as its keys")
     numbers = {
-        int(token_id): number(f"logit_bias[{token_id}]", bias, Limit(-math.inf))
+        int(token_id): number(f"logit_bias[{shown(token_id)}]", bias, ANY)
         for token_id, bias in biases.items()
     }
     return tuple(

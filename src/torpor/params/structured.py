@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torpor.errors import RequestError
-from torpor.params.checks import flag, refuse_unsupported, text_or_none
+from torpor.params.checks import flag, refuse_unsupported, shown, text_or_none
 
 MAX_CHOICES = 1000
 """Grammars of twice as many alternatives are beyond what the matcher takes."""
@@ -79,7 +79,7 @@ class StructuredOutputsParams:
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise RequestError(
                 "structured_outputs has disable_any_whitespace and whitespace_pattern "
-                f"{self.whitespace_pattern!r}; remove one"
+                f"{shown(self.whitespace_pattern)}; remove one"
             )
 
 
@@ -87,7 +87,7 @@ def _schema_text(schema: object) -> str | None:
     if schema is None or isinstance(schema, str):
         return schema
     if not isinstance(schema, Mapping):
-        raise RequestError(f"structured_outputs.json is {schema!r}; give a JSON schema")
+        raise RequestError(f"structured_outputs.json is {shown(schema)}; give a JSON schema")
     try:
         return json.dumps(dict(schema), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -98,7 +98,7 @@ def _schema_text(schema: object) -> str | None:
 
 def _choices(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(text, str) for text in value):
-        raise RequestError(f"structured_outputs.choice is {value!r}; give a list of strings")
+        raise RequestError(f"structured_outputs.choice is {shown(value)}; give a list of strings")
     if not value:
         raise RequestError("structured_outputs.choice is empty; give at least one string")
     if len(value) > MAX_CHOICES:

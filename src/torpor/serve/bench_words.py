@@ -12,11 +12,10 @@ from torpor.serve.words import count, duration, size
 
 if TYPE_CHECKING:
     from torpor.check.bench_figures import Spread
-    from torpor.check.bench_latency import LatencyResult
+    from torpor.check.bench_generation import LatencyResult, ThroughputResult
     from torpor.check.bench_options import Repeats
     from torpor.check.bench_scene import Scene
     from torpor.check.bench_sleep import LevelResult, SleepResult
-    from torpor.check.bench_throughput import ThroughputResult
     from torpor.serve.terminal import Terminal
 
 Row = tuple[str, "Spread", Callable[[float], str]]
@@ -47,17 +46,17 @@ def show_latency(terminal: Terminal, result: LatencyResult) -> None:
     """Write the figures of a latency benchmark."""
     options = result.options
     each = f"{count(options.input_len, 'token')} in, {options.output_len} out"
-    _headline(terminal, f"Latency of {result.model}", f"a batch of {options.batch_size}, {each}")
+    _headline(terminal, f"Latency of {result.model}", f"a batch of {options.num_prompts}, {each}")
     rows: list[Row] = [
         ("first token in", result.first_token_s, duration),
-        ("whole batch in", result.latency_s, duration),
+        ("whole batch in", result.elapsed_s, duration),
         ("tokens/s generated", result.output_tokens_per_s, rate),
     ]
     terminal.out.print(_table(rows))
     if result.step_s is not None:
         words = f"{duration(result.step_s)} for each token after the first one."
         terminal.out.print(Text(words, style="dim"))
-    figures = [result.first_token_s, result.latency_s]
+    figures = [result.first_token_s, result.elapsed_s]
     _closing(terminal, result.scene, options.repeats, figures, _RANDOM)
 
 

@@ -15,8 +15,6 @@ from torpor.serve.words import count, duration, size
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rich.console import JustifyMethod
-
     from torpor.check.doctor import Diagnosis
     from torpor.check.roundtrip import RoundTrip
     from torpor.serve.loading import LoadingBar
@@ -77,7 +75,7 @@ def show(terminal: Terminal, diagnosis: Diagnosis, *, every: bool) -> None:
     """Write a diagnosis for a person."""
     out = terminal.out
     out.print(Text.assemble(("Owners", "bold"), f" of {diagnosis.model}"))
-    out.print(_owners(diagnosis.owners, every=every))
+    _show_owners(terminal, diagnosis.owners, every=every)
     out.print()
     _show_residents(terminal, diagnosis)
     out.print()
@@ -90,30 +88,35 @@ def show(terminal: Terminal, diagnosis: Diagnosis, *, every: bool) -> None:
     out.print(_verdict(diagnosis))
 
 
-def _owners(rows: Sequence[OwnerRow], *, every: bool) -> Table:
-    has_sources = any(row.sources for row in rows)
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    columns: tuple[tuple[str, JustifyMethod], ...] = (
-        ("tensor", "left"), ("count", "right"), ("class", "left"), ("tag", "left"),
-        ("size", "right"), ("host copy", "left"),
-    )  # fmt: skip
-    for heading, justify in columns:
-        table.add_column(heading, justify=justify, header_style="dim", overflow="fold")
-    if has_sources:
-        table.add_column("computed from", header_style="dim", overflow="fold")
-    groups: dict[tuple[str, ...], list[OwnerRow]] = {}
+def _show_owners(terminal: Terminal, rows: Sequence[OwnerRow], *, every: bool) -> None:
+    """A heading for all that is kept alike, and a line per tensor, or per group of layers.
+
+    Names come last and are never split: whatever the width, they can be read and copied.
+    """
+    kinds: dict[tuple[str, str, str | None], list[OwnerRow]] = {}
     for row in rows:
-        name = row.name if every else _NUMBER.sub("*", row.name)
-        key = (name, row.cls, row.tag, row.host_copy or "none", ", ".join(row.sources))
-        groups.setdefault(key, []).append(row)
-    for (name, cls, tag, host, sources), group in groups.items():
-        nbytes = sum(row.nbytes for row in group)
-        cells: list[str | Text] = [Text(name), str(len(group)), cls, tag, size(nbytes), host]
-        cells += [Text(sources)] if has_sources else []
-        table.add_row(*cells)
-    total = sum(row.nbytes for row in rows)
-    table.add_row(Text("all", "bold"), str(len(rows)), "", "", Text(size(total), "bold"), "")
-    return table
+        kinds.setdefault((row.cls, row.tag, row.host_copy), []).append(row)
+    for (cls, tag, host_copy), kept in kinds.items():
+        kind = f"{cls}, tag {tag}, {_amount(kept)}, "
+        host = "no host copy" if host_copy is None else f"host copy: {host_copy}"
+        terminal.out.print(Text.assemble((kind, "cyan"), (host, "dim cyan")))
+        groups: dict[tuple[str, tuple[str, ...]], list[OwnerRow]] = {}
+        for row in kept:
+            name = row.name if every else _NUMBER.sub("*", row.name)
+            groups.setdefault((name, row.sources), []).append(row)
+        for (name, sources), group in groups.items():
+            nbytes = sum(row.nbytes for row in group)
+            line = Text.assemble(
+                ("" if every else f"{len(group):>6} x", "dim"), f"{size(nbytes):>9}  ", name
+            )
+            if sources:
+                line.append(f"  computed from {', '.join(sources)}", "dim")
+            terminal.out.print(line, soft_wrap=True)
+    terminal.out.print(Text(f"{_amount(rows)} in all", "bold"))
+
+
+def _amount(rows: Sequence[OwnerRow]) -> str:
+    return f"{count(len(rows), 'tensor')} of {size(sum(row.nbytes for row in rows))}"
 
 
 def _show_residents(terminal: Terminal, diagnosis: Diagnosis) -> None:
