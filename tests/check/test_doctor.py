@@ -39,7 +39,8 @@ def test_the_table_says_who_owns_what(diagnosis: Diagnosis) -> None:
     assert embedding["host_copy"] == "checkpoint"
     assert owners["kv_cache"]["class"] == "cache"
     scratch = {name for name, row in owners.items() if row["class"] == "scratch"}
-    assert {"input_ids", "positions", "slots", "block_tables", "attention_gather"} <= scratch
+    assert {"input_ids", "positions", "slots", "block_tables"} <= scratch
+    assert any(name.startswith("attention") for name in scratch)
     assert {owners[name]["tag"] for name in scratch} == {"graphs"}
     assert sum(row["owned_bytes"] for row in owners.values()) == sum(diagnosis.owned_bytes.values())
 

@@ -49,7 +49,7 @@ def test_the_defaults_are_these() -> None:
         "num_gpu_blocks_override": None,
         "enable_prefix_caching": True,
         "batch_invariant": False,
-        "pack_weights": True,
+        "cpu_kernels": "auto",
         "max_logprobs": 20,
         "logprobs_mode": "raw_logprobs",
         "scheduling_policy": "fcfs",
@@ -125,6 +125,44 @@ def test_a_whole_number_has_its_lowest_value(name: str, low: int) -> None:
         assert str(caught.value).startswith(told)
 
 
+@pytest.mark.parametrize("name", LOWEST)
+def test_a_whole_number_has_its_highest_value(name: str) -> None:
+    most = 2**63 - 1 if name == "kv_cache_memory_bytes" else 2**31 - 1
+    good: Any = {name: most}
+    assert getattr(engine_args("m", good), name) == most
+    for value, told in (
+        (most + 1, most + 1),
+        (10**40, 10**40),
+        (10**5000, "a number of 16610 bits"),
+    ):
+        bad: Any = {name: value}
+        with pytest.raises(ArgumentError) as caught:
+            engine_args("m", bad)
+        assert str(caught.value) == f"{name} is {told}; give at most {most}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("progress", 3),
+        ("poison", 3),
+        ("spill_dir", "/proc"),
+        ("spill_dir", 3),
+        ("on_foreign_write", 3),
+        ("host_copy", None),
+        ("seed", 10**40),
+        ("dtype", 3),
+        ("num_threads", 10**40),
+    ],
+)
+@pytest.mark.parametrize("make", [LLM, AsyncLLM])
+def test_both_faces_refuse_a_value_before_they_look_for_the_model(
+    make: Any, name: str, value: Any
+) -> None:
+    with pytest.raises(ArgumentError, match=rf"^{name} is .*{value!r}.*; give "):
+        make("no-such-model", **{name: value})
+
+
 @pytest.mark.parametrize(
     "name", ["max_num_seqs", "long_prefill_token_threshold", "block_size", "max_logprobs"]
 )
@@ -147,8 +185,11 @@ def test_a_flag_is_true_or_false(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "choices"),
     [
+        ("cpu_kernels", ["auto", "native", "torch"]),
         ("logprobs_mode", ["raw_logprobs", "processed_logprobs"]),
         ("scheduling_policy", ["fcfs", "priority"]),
+        ("on_foreign_write", ["adopt", "restore", "error"]),
+        ("host_copy", ["defer", "write_through", "drop"]),
     ],
 )
 def test_a_choice_is_one_of_its_names(name: str, choices: list[str]) -> None:

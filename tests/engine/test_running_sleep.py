@@ -13,6 +13,8 @@ from tests.engine.conftest import tiny_weights
 
 from torpor.engine.llm import LLM
 from torpor.errors import AsleepError, CacheInUseError, StateError
+from torpor.model.attention.torch_attention import TorchAttention
+from torpor.model.native.attention import NativeAttention
 from torpor.outputs import RequestOutput
 from torpor.params import SamplingParams
 
@@ -208,46 +210,35 @@ def test_pausing_can_end_requests(llm: LLM, mode: str) -> None:
     assert stream.output.outputs[0].finish_reason == ("abort" if mode == "abort" else "length")
 
 
-def test_step_buffers_wake_full_of_the_poison_and_nothing_reads_it(llm: LLM) -> None:
-    expected = tokens(llm.generate(PROMPTS, PARAMS))
-    inputs, workspace = llm.core._runner._inputs, llm.core._runner._attention._workspace  # type: ignore[attr-defined]
-    buffers = [inputs._ids_T, inputs._slots_T, inputs._tables_RB, workspace._narrow]
-    addresses = [buffer.data_ptr() for buffer in buffers]
-    for level in (1, 2):
-        llm.sleep(level)
-        llm.wake_up()
-        for buffer in buffers:
-            # Whatever the pattern of the dtype is: one byte everywhere, and not zero.
-            (byte,) = set(buffer.view(torch.uint8).flatten().tolist()[:4096])
-            assert byte != 0
-        assert tokens(llm.generate(PROMPTS, PARAMS)) == expected
-    assert [buffer.data_ptr() for buffer in buffers] == addresses
-
-
-def test_copies_of_weights_are_gone_while_asleep_and_never_stale(
-    llm: LLM, other_folder: Path
+@pytest.mark.parametrize("cpu_kernels", ["auto", "torch"])
+def test_step_buffers_wake_full_of_the_poison_and_nothing_reads_it(
+    tiny_folder: Path, cpu_kernels: str
 ) -> None:
-    packed = llm.core._runner.packed
-    if packed is None:
-        pytest.skip("this processor has no packed products")
-    prompts = [*PROMPTS, "wake"]
-    expected = tokens(llm.generate(prompts, PARAMS))
-    assert packed.nbytes > 0
-    assert {entry.reason for entry in llm.sleeper.sleep(level=1).residents} == {"declared runtime"}
-    llm.sleeper.wake_up()
-    for level in (1, 2):
-        report = llm.sleep(level)
-        assert packed.nbytes == 0
-        assert report.residents == ()
-        llm.wake_up()
-        assert tokens(llm.generate(prompts, PARAMS)) == expected
-    llm.update_weights(tiny_weights(1).items())
-    with LLM(other_folder) as fresh:
-        updated = tokens(fresh.generate(prompts, PARAMS))
-    assert tokens(llm.generate(prompts, PARAMS)) == updated != expected
-    assert llm.sleeper.audit().unowned == ()
-    llm.close()
-    assert packed.nbytes == 0
+    with LLM(
+        tiny_folder, kv_cache_memory_bytes=1 << 20, block_size=4, cpu_kernels=cpu_kernels
+    ) as llm:
+        expected = tokens(llm.generate(PROMPTS, PARAMS))
+        buffers = scratch_of(llm)
+        addresses = [buffer.data_ptr() for buffer in buffers]
+        for level in (1, 2):
+            llm.sleep(level)
+            llm.wake_up()
+            for buffer in buffers:
+                # Whatever the pattern of the dtype is: one byte everywhere, and not zero.
+                (byte,) = set(buffer.view(torch.uint8).flatten().tolist()[:4096])
+                assert byte != 0
+            assert tokens(llm.generate(PROMPTS, PARAMS)) == expected
+        assert [buffer.data_ptr() for buffer in buffers] == addresses
+
+
+def scratch_of(llm: LLM) -> list[torch.Tensor]:
+    """What a step writes before it reads it."""
+    inputs, attention = llm.core._runner._inputs, llm.core._runner._attention
+    buffers = [inputs._ids_T, inputs._slots_T, inputs._tables_RB]
+    if isinstance(attention, TorchAttention):
+        return [*buffers, attention._workspace._narrow]
+    assert isinstance(attention, NativeAttention)
+    return [*buffers, attention._scratch]
 
 
 # -- weights ------------------------------------------------------------------------------------
@@ -471,4 +462,39 @@ def test_an_interrupt_while_others_generate_loses_no_turn(llm: LLM) -> None:
     llm.turns.wait_until = wait_until  # type: ignore[method-assign]
     assert tokens(background.join()) == expected
     assert tokens(llm.generate(PROMPTS, PARAMS)) == expected
+    assert llm.core.num_unfinished_requests == 0
+
+
+def test_an_interrupted_thread_waits_for_the_step_of_another(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interrupt comes between turns, while another thread is in the middle of a step."""
+    expected = tokens(llm.generate(PROMPTS, PARAMS))
+    take, abort = llm.turns.take, llm.core.abort
+    others: list[Background] = []
+    had_turn: list[bool] = []
+
+    def interrupted(holds: Any) -> None:
+        monkeypatch.undo()
+        llm.turns._release()
+        others.append(Background(llm, PARAMS, stop_before=2))
+        monkeypatch.setattr(llm.turns, "take", noted_take)
+        monkeypatch.setattr(llm.core, "abort", noted_abort)
+        raise KeyboardInterrupt
+
+    # Whatever the interrupted thread does first, the other one goes on from there.
+    def noted_take() -> Any:
+        others[0].go_on.set()
+        return take()
+
+    def noted_abort(names: Any) -> Any:
+        had_turn.append(llm.turns.held)
+        others[0].go_on.set()
+        return abort(names)
+
+    monkeypatch.setattr(llm.turns, "wait_until", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS[0], PARAMS)
+    assert tokens(others[0].join()) == expected
+    assert had_turn[0], "requests were aborted in the middle of another thread's step"
     assert llm.core.num_unfinished_requests == 0

@@ -83,7 +83,6 @@ class SleepControl:
             self._settle_requests(mode)
             if number == 0:
                 return self._pause()
-            self.core.drop_copies()
             try:
                 return self._sleeper.sleep(level=number, tags=tags)
             finally:
@@ -261,7 +260,6 @@ class SleepControl:
             if self._closed:
                 return
             self.core.abort_all()
-            self.core.drop_copies()
             self._closed = True
             # Nobody else holds the weights, so they need not move out of the memory that sleeps:
             # releasing it first makes closing a matter of milliseconds.

@@ -11,6 +11,7 @@ import torch
 
 from torpor.cache.manager import Epochs, KVCacheManager
 from torpor.engine.args import DEFAULT_MAX_NUM_BATCHED_TOKENS, EngineArgs
+from torpor.engine.backends import choose_backends
 from torpor.engine.options import (
     resolve_dtype,
     resolve_max_model_len,
@@ -27,12 +28,9 @@ from torpor.engine.steps.scheduler import Scheduler, SchedulerConfig
 from torpor.engine.text.tokenizer import Tokenizer
 from torpor.engine.watched_source import WatchedSource
 from torpor.errors import CheckpointError
-from torpor.model.attention.torch_attention import TorchAttention
 from torpor.model.checkpoints.load import build_model
 from torpor.model.checkpoints.resolve import resolve_model
-from torpor.model.layers.layers import gated_by_rows, use_gating, use_linear_kernel
-from torpor.model.layers.linear_kernels import linear_kernel
-from torpor.model.layers.packed_weights import PackedWeights, can_pack
+from torpor.model.layers.ops import use_ops
 from torpor.sleep.building import building
 from torpor.sleep.classes import OwnershipClass
 from torpor.sleep.sleeper import Sleeper
@@ -131,16 +129,8 @@ def _core(
         if sleeper.tag_states["kv_cache"] != "released":
             memory.poison(block_ids)
 
-    packed = _packed_weights(args, memory.kv.dtype, sleeper)
-    kernel = linear_kernel(
-        memory.kv.dtype, batch_invariant=args.batch_invariant, allocate=scratch, packed=packed
-    )
-    use_linear_kernel(module, kernel)
-    if args.batch_invariant:
-        use_gating(module, gated_by_rows)
-    attention = TorchAttention(
-        memory.kv, memory.layout, allocate=scratch, batch_invariant=args.batch_invariant
-    )
+    ops, attention = choose_backends(args, memory, scratch)
+    use_ops(module, ops)
     cache = KVCacheManager(
         memory.specs,
         memory.num_blocks,
@@ -164,20 +154,8 @@ def _core(
         table=cache.table,
         clear=memory.clear,
         logprobs_mode=args.logprobs_mode,
-        packed=packed,
     )
     return EngineCore(Scheduler(limits, cache), runner, sleeper, ready=ready), cache
-
-
-def _packed_weights(args: EngineArgs, dtype: torch.dtype, sleeper: Sleeper) -> PackedWeights | None:
-    if not args.pack_weights or args.batch_invariant or not can_pack(dtype):
-        return None
-
-    def declare(tensors: Sequence[torch.Tensor]) -> None:
-        # Not to be restored by anyone: the engine drops them before a sleep, and makes them anew.
-        sleeper.own(list(tensors), name="packed_weights", cls=OwnershipClass.RUNTIME)
-
-    return PackedWeights(dtype, epoch=lambda: sleeper.weights_epoch, declare=declare)
 
 
 def _limits(args: EngineArgs) -> SchedulerConfig:

@@ -110,10 +110,6 @@ class EngineCore:
             self._recover()
             raise
 
-    def drop_copies(self) -> None:
-        """Give memory back that is no part of the model; steps make it anew."""
-        self._runner.drop_copies()
-
     def notice_epochs(self) -> None:
         """Drop what the cache held if its memory was released since the last step.
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torpor.engine.steps.step import Row, Step
     from torpor.model.attention.interface import AttentionBackend
     from torpor.model.layers.decoder import DecoderForCausalLM
-    from torpor.model.layers.packed_weights import PackedWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,6 @@ class ModelRunner:
         table: Callable[[str], Sequence[int]],
         clear: Callable[[Sequence[int]], None],
         logprobs_mode: LogprobsMode = "raw_logprobs",
-        packed: PackedWeights | None = None,
     ) -> None:
         """Put a model, its attention and its buffers together.
 
@@ -60,7 +58,6 @@ class ModelRunner:
             clear: zeroes blocks of the cache.
             logprobs_mode: whether log probabilities are of the model's logits or of what is
                 sampled from.
-            packed: copies of the weights that its products use.
         """
         self._model = model
         self._attention = attention
@@ -68,7 +65,6 @@ class ModelRunner:
         self._table = table
         self._clear = clear
         self._logprobs_mode = logprobs_mode
-        self.packed = packed
 
     def launch(self, step: Step) -> Launched:
         """Compute the new tokens of every row; the cache holds their keys and values then.
@@ -76,8 +72,6 @@ class ModelRunner:
         Args:
             step: at least one row.
         """
-        if self.packed is not None:
-            self.packed.begin(len(step.rows))
         if step.fresh_blocks:
             self._clear(step.fresh_blocks)
         rows = [row for row in step.rows if row.samples]
@@ -89,14 +83,7 @@ class ModelRunner:
             hidden_TD = self._model(ids_T, positions_T, self._attention)
             logits_RV = self._sample_logits(step, hidden_TD) if rows else None
             prompt_rows = self._prompt_logits(step, hidden_TD)
-        if self.packed is not None:
-            self.packed.end()
         return Launched(rows, logits_RV, prompt_rows)
-
-    def drop_copies(self) -> None:
-        """Give memory back that is no part of the model; steps make it anew."""
-        if self.packed is not None:
-            self.packed.drop()
 
     def collect(self, launched: Launched) -> list[SampledToken | RequestError]:
         """Draw a token for each row that samples; a row whose logits are unusable gets an error.

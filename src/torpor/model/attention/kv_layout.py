@@ -75,6 +75,15 @@ class KVLayout:
         """Bytes of one block, over all layers."""
         return self.elements_per_block * self.dtype.itemsize
 
+    def key_offset(self, layer: int) -> int:
+        """Elements from a block's start to the layer's keys."""
+        return self._offsets[layer]
+
+    def value_offset(self, layer: int) -> int:
+        """Elements from a block's start to the layer's values."""
+        spec = self.specs[layer]
+        return self._offsets[layer] + self.block_size * spec.num_kv_heads * spec.k_dim
+
     def keys(self, kv: torch.Tensor, layer: int) -> torch.Tensor:
         """A view [num_blocks, block_size, num_kv_heads, k_dim] of one layer's keys in `kv`."""
         spec = self.specs[layer]
@@ -83,7 +92,7 @@ class KVLayout:
     def values(self, kv: torch.Tensor, layer: int) -> torch.Tensor:
         """A view [num_blocks, block_size, num_kv_heads, v_dim] of one layer's values in `kv`."""
         spec = self.specs[layer]
-        return self._view(kv, self._values_offset(layer), spec.num_kv_heads, spec.v_dim)
+        return self._view(kv, self.value_offset(layer), spec.num_kv_heads, spec.v_dim)
 
     def key_strips(self, kv: torch.Tensor, layer: int, *, heads: int) -> Rows:
         """Strips from the layer's first key head on; the value heads follow the key heads."""
@@ -92,7 +101,7 @@ class KVLayout:
     def value_strips(self, kv: torch.Tensor, layer: int) -> Rows:
         """Strips of the layer's value heads."""
         spec = self.specs[layer]
-        offset = self._values_offset(layer)
+        offset = self.value_offset(layer)
         return self._rows(kv, offset, spec.num_kv_heads, spec.v_dim, whole=True)
 
     def key_tokens(self, kv: torch.Tensor, layer: int) -> Rows:
@@ -103,7 +112,7 @@ class KVLayout:
     def value_tokens(self, kv: torch.Tensor, layer: int) -> Rows:
         """Single values, as rows of v_dim."""
         spec = self.specs[layer]
-        offset = self._values_offset(layer)
+        offset = self.value_offset(layer)
         return self._rows(kv, offset, spec.num_kv_heads, spec.v_dim, whole=False)
 
     def check_arena(self, kv: torch.Tensor) -> None:
@@ -114,10 +123,6 @@ class KVLayout:
                 f"the KV arena is {kv.dtype} {tuple(kv.shape)}; this layout needs a contiguous "
                 f"{self.dtype} tensor of shape (num_blocks, {self.elements_per_block})"
             )
-
-    def _values_offset(self, layer: int) -> int:
-        spec = self.specs[layer]
-        return self._offsets[layer] + self.block_size * spec.num_kv_heads * spec.k_dim
 
     def _view(self, kv: torch.Tensor, offset: int, heads: int, dim: int) -> torch.Tensor:
         part_NE = kv.narrow(1, offset, heads * self.block_size * dim)

@@ -13,24 +13,22 @@ from torpor.model.attention.interface import AttentionContext, AttentionSpec
 from torpor.model.config.config import ModelConfig
 from torpor.model.layers.layers import (
     Embedding,
-    Gating,
     Head,
     HeadNorm,
     Linear,
     RMSNorm,
     RotaryEmbedding,
     empty_parameter,
-    gated,
-    rotate,
 )
 from torpor.model.layers.moe import SparseMoE
+from torpor.model.layers.ops import OpsModule
 from torpor.model.layers.slices import slice_table
 from torpor.sleep.source import SliceTable
 
 RopeTables = tuple[torch.Tensor, torch.Tensor]
 
 
-class Attention(nn.Module):
+class Attention(OpsModule):
     """Grouped-query attention with rotary positions."""
 
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
@@ -63,14 +61,14 @@ class Attention(nn.Module):
         qk_THD = qkv_THD[:, :rotated]
         if self.qk_norm is not None:
             qk_THD = self.qk_norm(qk_THD)
-        qk_THD = rotate(qk_THD, *rope)
+        qk_THD = self.ops.rotate(qk_THD, *rope)
         q_THD, k_THD = qk_THD[:, : spec.num_heads], qk_THD[:, spec.num_heads :]
         out_THD = attn.attend(spec, q_THD, k_THD, qkv_THD[:, rotated:])
         out: torch.Tensor = self.o_proj(out_THD.flatten(1))
         return out
 
 
-class MLP(nn.Module):
+class MLP(OpsModule):
     """Gated feed-forward: ``down(silu(gate(x)) * up(x))``."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -78,11 +76,10 @@ class MLP(nn.Module):
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_up_proj = Linear(width, 2 * inner, bias=bias, dtype=dtype)
         self.down_proj = Linear(inner, width, bias=bias, dtype=dtype)
-        self.gating: Gating = gated
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """[T, D] to [T, D]."""
-        out: torch.Tensor = self.down_proj(self.gating(self.gate_up_proj(x_TD)))
+        out: torch.Tensor = self.down_proj(self.ops.gated(self.gate_up_proj(x_TD)))
         return out
 
 
@@ -101,11 +98,31 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = MLP(config, dtype)
 
-    def forward(self, x_TD: torch.Tensor, rope: RopeTables, attn: AttentionContext) -> torch.Tensor:
-        """[T, D] to [T, D]."""
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), rope, attn)
-        out: torch.Tensor = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
-        return out
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        residual_TD: torch.Tensor | None,
+        rope: RopeTables,
+        attn: AttentionContext,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One layer on the residual stream, whose last addition is left to the next norm.
+
+        Args:
+            x_TD: what the layer before added, [T, D].
+            residual_TD: the stream before that, [T, D], overwritten; None in the first layer.
+            rope: see `RotaryEmbedding`.
+            attn: takes keys and values.
+
+        Returns:
+            What this layer adds last, and the stream before that.
+        """
+        if residual_TD is None:
+            residual_TD, x_TD = x_TD, self.input_layernorm(x_TD)
+        else:
+            x_TD, residual_TD = self.input_layernorm.add(x_TD, residual_TD)
+        x_TD = self.self_attn(x_TD, rope, attn)
+        x_TD, residual_TD = self.post_attention_layernorm.add(x_TD, residual_TD)
+        return self.mlp(x_TD), residual_TD
 
 
 class Decoder(nn.Module):
@@ -126,10 +143,11 @@ class Decoder(nn.Module):
         """int64 ids and positions [T] to hidden states [T, D]."""
         x_TD = self.embed_tokens(ids_T)
         rope = self.rotary_emb(positions_T, x_TD.dtype)
+        residual_TD: torch.Tensor | None = None
         for layer in self.layers:
-            x_TD = layer(x_TD, rope, attn)
-        out: torch.Tensor = self.norm(x_TD)
-        return out
+            x_TD, residual_TD = layer(x_TD, residual_TD, rope, attn)
+        assert residual_TD is not None, "a model has at least one layer"
+        return self.norm.add(x_TD, residual_TD)[0]
 
 
 class DecoderForCausalLM(nn.Module):

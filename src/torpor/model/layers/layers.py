@@ -10,27 +10,13 @@ Shape suffixes: T tokens, D model width or head_dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from torpor.model.config.rope_config import RopeConfig
-
-Gating = Callable[[torch.Tensor], torch.Tensor]
-"""``silu(gate) * up`` of [..., 2 * I], gate first: [..., I]."""
-
-
-class LinearKernel(Protocol):
-    """How a product with a weight is computed; every kernel is right, some are faster."""
-
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, /
-    ) -> torch.Tensor:
-        """``x @ weight.T + bias``: x [..., I], weight [O, I], bias [O] or None; [..., O]."""
-        ...
+from torpor.model.layers.ops import OpsModule, normalise
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -38,31 +24,7 @@ def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
-class Product(nn.Module):
-    """A module that multiplies by weights, through a kernel that can be replaced."""
-
-    kernel: LinearKernel
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernel = functional.linear
-
-
-def use_linear_kernel(module: nn.Module, kernel: LinearKernel) -> None:
-    """Let every product within a module, its head and its experts included, use a kernel."""
-    for part in module.modules():
-        if isinstance(part, Product):
-            part.kernel = kernel
-
-
-def use_gating(module: nn.Module, gating: Gating) -> None:
-    """Let every MLP within a module, its experts included, use a gating."""
-    for part in module.modules():
-        if hasattr(part, "gating"):
-            part.gating = gating  # type: ignore[assignment]
-
-
-class Linear(Product):
+class Linear(OpsModule):
     """``x @ weight.T + bias`` with weight [out_features, in_features]."""
 
     def __init__(
@@ -74,7 +36,7 @@ class Linear(Product):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
-        return self.kernel(x, self.weight, self.bias)
+        return self.ops.linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Module):
@@ -89,7 +51,7 @@ class Embedding(nn.Module):
         return functional.embedding(ids_T, self.weight)
 
 
-class Head(Product):
+class Head(OpsModule):
     """Projects hidden states on the vocabulary; a tied head shares the embedding's parameter."""
 
     def __init__(self, weight: nn.Parameter) -> None:
@@ -99,11 +61,11 @@ class Head(Product):
 
     def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """[..., width] to float32 logits [..., vocab_size]."""
-        return self.kernel(hidden_TD, self.weight, None).float()
+        return self.ops.linear(hidden_TD, self.weight, None).float()
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32 (Zhang and Sennrich 2019, equation 4)."""
+class RMSNorm(OpsModule):
+    """Root-mean-square norm, see `LayerOps.rms_norm`."""
 
     def __init__(self, width: int, eps: float, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -112,10 +74,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., width] to the same shape and dtype."""
-        if x.dtype == torch.float32:
-            return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        # Rounding to the model's dtype before the gain is what checkpoints were trained with.
-        return normalise(x, self.eps).mul_(self.weight)
+        return self.ops.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of ``x + residual``, and that sum; `residual` may be overwritten."""
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class HeadNorm(nn.Module):
@@ -135,11 +98,6 @@ class HeadNorm(nn.Module):
         out_THD[:, : self.num_heads].mul_(gain_q)
         out_THD[:, self.num_heads :].mul_(gain_k)
         return out_THD
-
-
-def normalise(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """``x / rms(x)`` along the last dimension: computed in float32, a new tensor of x's dtype."""
-    return functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
 
 
 class RotaryEmbedding(nn.Module):
@@ -194,26 +152,3 @@ def _llama3_frequencies(inv_freq: torch.Tensor, config: RopeConfig) -> torch.Ten
     # 0 where the wavelength exceeds context / low, 1 where it is below context / high.
     kept = ((context / wavelengths - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * inv_freq / config.factor + kept * inv_freq
-
-
-def rotate(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
-    """Rotate every pair (i, i + D/2) of queries or keys [T, H, D] by its position's angle."""
-    lower, upper = x_THD.chunk(2, dim=-1)
-    return (x_THD * cos_T1D).add_(torch.cat((upper, lower), dim=-1).mul_(sin_T1D))
-
-
-def gated_by_rows(gate_up: torch.Tensor) -> torch.Tensor:
-    """As `gated`, with bits that do not depend on how many rows there are.
-
-    torch's silu rounds differently where a vector register is not filled, so an element's bits
-    depend on where it lies; its exponential does not.
-    """
-    gate, up = gate_up.chunk(2, dim=-1)
-    wide = gate.float()
-    return (wide / (1 + torch.exp(-wide))).to(gate.dtype).mul_(up)
-
-
-def gated(gate_up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up`` of [..., 2 * I], gate first: [..., I] (SwiGLU, Shazeer 2020)."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate).mul_(up)

@@ -15,8 +15,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from torpor.model.layers.layers import LinearKernel
-from torpor.model.layers.packed_weights import PackedWeights
+from torpor.model.layers.ops import LinearKernel
 from torpor.model.machine.cpu_features import cpu_has_bfloat16_products
 from torpor.model.machine.onednn_switch import OneDnnSwitch
 from torpor.model.machine.scratch import Allocate
@@ -43,7 +42,6 @@ def linear_kernel(
     *,
     batch_invariant: bool,
     allocate: Allocate,
-    packed: PackedWeights | None = None,
 ) -> LinearKernel:
     """The kernel for weights of a dtype.
 
@@ -54,24 +52,19 @@ def linear_kernel(
         batch_invariant: make a row's bits independent of the other rows and of its place; slower.
             For the CPU.
         allocate: gives scratch memory, see `Allocate`; called here, if at all.
-        packed: copies of the weights to use where they are faster; not with `batch_invariant`.
     """
-    assert packed is None or not batch_invariant, "packed products differ from plain ones in bits"
     product = _products(dtype, allocate, same_at_all_rows=batch_invariant)
     if batch_invariant:
         return _Kernel(dtype, functools.partial(_in_tiles, product))
-    return _Kernel(dtype, product, packed)
+    return _Kernel(dtype, product)
 
 
 class _Kernel:
     """A product with a bias and leading dimensions around it."""
 
-    def __init__(
-        self, dtype: torch.dtype, product: _Product, packed: PackedWeights | None = None
-    ) -> None:
+    def __init__(self, dtype: torch.dtype, product: _Product) -> None:
         self._dtype = dtype
-        self._plain = product
-        self._packed = packed
+        self._product = product
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, /
@@ -87,11 +80,6 @@ class _Kernel:
         if bias is not None:
             out_TO += bias
         return out_TO if x.dim() == 2 else out_TO.view(*x.shape[:-1], -1)
-
-    def _product(self, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-        if self._packed is not None and self._packed.serves(x_TI.shape[0]):
-            return _rounded_up(self._packed.product, x_TI, weight_OI)
-        return self._plain(x_TI, weight_OI)
 
 
 def _products(dtype: torch.dtype, allocate: Allocate, *, same_at_all_rows: bool) -> _Product:

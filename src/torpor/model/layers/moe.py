@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from torpor.model.config.families import MoEConfig
-from torpor.model.layers.layers import Gating, Linear, Product, empty_parameter, gated
+from torpor.model.layers.layers import Linear, empty_parameter
+from torpor.model.layers.ops import OpsModule
 
 
-class Experts(Product):
+class Experts(OpsModule):
     """The MLPs of one layer. Their weights lie one expert after the other in two parameters.
 
     Two dimensions, not three, so that each tensor of a checkpoint is a run of whole rows.
@@ -25,7 +26,6 @@ class Experts(Product):
         self.num_experts = experts
         self.gate_up_proj = empty_parameter(experts * 2 * inner, width, dtype=dtype)
         self.down_proj = empty_parameter(experts * width, inner, dtype=dtype)
-        self.gating: Gating = gated
 
     def forward(
         self, x_TD: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor
@@ -52,8 +52,8 @@ class Experts(Product):
         start = 0
         for expert, count in zip(used.tolist(), counts.tolist(), strict=True):
             rows = slice(start, start + count)
-            inner = self.gating(self.kernel(x_ND[rows], gate_up_E[expert], None))
-            y = self.kernel(inner, down_E[expert], None)
+            inner = self.ops.gated(self.ops.linear(x_ND[rows], gate_up_E[expert], None))
+            y = self.ops.linear(inner, down_E[expert], None)
             # A token is at most once among an expert's rows and meets its experts in ascending
             # order: the sum depends neither on the other tokens nor on threads.
             out_TD.index_add_(0, tokens_N[rows], y * weights_N1[rows])

@@ -1,0 +1,210 @@
+"""Attention over the paged cache by the compiled kernels: no block is gathered or copied.
+
+Shape letters: T new tokens of all rows, R rows, B blocks of a table, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from torpor.model.attention.interface import AttentionBatch, AttentionSpec, Capabilities
+from torpor.model.attention.kv_layout import KVLayout
+from torpor.model.machine.scratch import Allocate
+from torpor.model.native.library import SUFFIXES, Layer, Library, Step, Tokens
+
+FEW_QUERIES = 16
+"""Queries of a row, over the heads that share a KV head, up to which each attends by itself."""
+RUN_TOKENS = 32
+"""Queries that one thread takes at a time where each attends by itself."""
+
+_FEW, _TILE = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Arrays of one step; the C structures point into them."""
+
+    batch: AttentionBatch
+    tables_RB: torch.Tensor
+    slots_T: torch.Tensor
+    starts_R: np.ndarray
+    contexts_R: np.ndarray
+
+
+class NativeAttention:
+    """`AttentionBackend` for a CPU.
+
+    Args:
+        kv: the arena [num_blocks, layout.elements_per_block].
+        layout: where layers lie in a block.
+        library: the kernels; they have float32 and bfloat16, for layers and for the cache.
+        allocate: gives scratch memory, see `Allocate`; called only here.
+        batch_invariant: make a token's bits independent of how its row is chunked; of the other
+            rows they always are. Slower for prompts.
+
+    Raises:
+        ArgumentError: the arena does not fit the layout.
+    """
+
+    def __init__(
+        self,
+        kv: torch.Tensor,
+        layout: KVLayout,
+        *,
+        library: Library,
+        allocate: Allocate,
+        batch_invariant: bool = False,
+    ) -> None:
+        layout.check_arena(kv)
+        self._kv = kv
+        self._library = library
+        self._functions = {dtype: library.attend(dtype, kv.dtype) for dtype in SUFFIXES}
+        self._batch_invariant = batch_invariant
+        self._layers = {layer: _layer(kv, layout, spec) for layer, spec in layout.specs.items()}
+        self._threads = torch.get_num_threads()
+        self._stride = max(map(library.scratch_floats, self._layers.values()))
+        self._scratch = allocate((self._threads, self._stride), torch.float32, "attention")
+        self._tile_tokens = {
+            layer: library.tokens_of_a_tile(each) for layer, each in self._layers.items()
+        }
+        self._team = library.team(self._threads)
+        self._batch: _Batch | None = None
+        self._steps: dict[tuple[int, int], tuple[Step, np.ndarray]] = {}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See `AttentionBackend`."""
+        return Capabilities(
+            name="native",
+            block_sizes=None,
+            reads_past_length=False,
+            returns_lse=True,
+            k_v_dims_differ=True,
+            windows=True,
+            batch_invariant=self._batch_invariant,
+        )
+
+    def begin(self, batch: AttentionBatch) -> None:
+        """See `AttentionBackend`."""
+        lens_R = np.array(batch.query_lens, dtype=np.int64)
+        starts_R = np.cumsum(lens_R) - lens_R
+        tables_RB, slots_T = batch.block_tables_RB.contiguous(), batch.slots_T.contiguous()
+        contexts_R = np.array(batch.context_lens, dtype=np.int64)
+        self._batch = _Batch(batch, tables_RB, slots_T, starts_R, contexts_R)
+        self._steps.clear()
+        # Scratch memory is for the threads there were; torch may have been told of another number.
+        threads = min(torch.get_num_threads(), self._threads)
+        self._team = self._library.team(threads)
+
+    def attend(
+        self,
+        spec: AttentionSpec,
+        q_THD: torch.Tensor,
+        k_THD: torch.Tensor,
+        v_THD: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `AttentionContext`."""
+        return self._attend(spec, q_THD, k_THD, v_THD, None)
+
+    def attend_with_lse(
+        self,
+        spec: AttentionSpec,
+        q_THD: torch.Tensor,
+        k_THD: torch.Tensor,
+        v_THD: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `attend`, and the log-sum-exp of each token's scores.
+
+        Returns:
+            [T, num_heads, v_dim] and float32 [T, num_heads] in natural logarithms.
+        """
+        lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+        return self._attend(spec, q_THD, k_THD, v_THD, lse_TH), lse_TH
+
+    def _attend(
+        self,
+        spec: AttentionSpec,
+        q_THD: torch.Tensor,
+        k_THD: torch.Tensor,
+        v_THD: torch.Tensor,
+        lse_TH: torch.Tensor | None,
+    ) -> torch.Tensor:
+        q_THD, k_THD, v_THD = map(_with_heads_together, (q_THD, k_THD, v_THD))
+        out_THD = q_THD.new_empty((*q_THD.shape[:2], spec.v_dim))
+        tokens = Tokens(
+            q_THD.data_ptr(),
+            k_THD.data_ptr(),
+            v_THD.data_ptr(),
+            q_THD.stride(0),
+            k_THD.stride(0),
+            v_THD.stride(0),
+            out_THD.data_ptr(),
+            None if lse_TH is None else lse_TH.data_ptr(),
+        )
+        self._functions[q_THD.dtype](
+            self._team,
+            ctypes.addressof(self._layers[spec.layer]),
+            ctypes.addressof(self._step(spec)),
+            ctypes.addressof(tokens),
+            self._scratch.data_ptr(),
+            self._stride,
+        )
+        return out_THD
+
+    def _step(self, spec: AttentionSpec) -> Step:
+        group, tile = spec.num_heads // spec.num_kv_heads, self._tile_tokens[spec.layer]
+        made = self._steps.get((group, tile))
+        if made is None:
+            made = self._steps[group, tile] = self._plan(group, tile)
+        return made[0]
+
+    def _plan(self, group: int, tile: int) -> tuple[Step, np.ndarray]:
+        step = self._batch
+        assert step is not None, "attend() before begin()"
+        batch = step.batch
+        items: list[tuple[int, int, int, int]] = []
+        for row, count in enumerate(batch.query_lens):
+            few = self._batch_invariant or count * group <= FEW_QUERIES
+            size, form = (RUN_TOKENS, _FEW) if few else (tile, _TILE)
+            items += (
+                (row, first, min(size, count - first), form) for first in range(0, count, size)
+            )
+        # The longest first, so that threads end together.
+        contexts = batch.context_lens
+        items.sort(key=lambda item: -item[2] * (contexts[item[0]] + item[1] + item[2]))
+        items_N4 = np.array(items, dtype=np.int64)
+        made = Step(
+            step.tables_RB.data_ptr(),
+            step.tables_RB.shape[1],
+            step.starts_R.ctypes.data,
+            step.contexts_R.ctypes.data,
+            step.slots_T.data_ptr(),
+            len(step.slots_T),
+            items_N4.ctypes.data,
+            len(items),
+        )
+        return made, items_N4
+
+
+def _with_heads_together(x_THD: torch.Tensor) -> torch.Tensor:
+    return x_THD if x_THD.stride()[1:] == (x_THD.shape[2], 1) else x_THD.contiguous()
+
+
+def _layer(kv: torch.Tensor, layout: KVLayout, spec: AttentionSpec) -> Layer:
+    return Layer(
+        kv.data_ptr(),
+        layout.elements_per_block,
+        layout.key_offset(spec.layer),
+        layout.value_offset(spec.layer),
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.k_dim,
+        spec.v_dim,
+        layout.block_size,
+        spec.window or 0,
+        spec.scale,
+    )

@@ -1,0 +1,130 @@
+// Attention of single queries: every key is read once, for all query heads that share it.
+//
+// The bits of a query depend on its own row up to it and on nothing else.
+
+#pragma once
+
+#include "softmax.h"
+
+INLINE int64_t padded(int64_t width) { return (width + kLanes - 1) / kLanes * kLanes; }
+
+struct FewRoom {
+  float *query, *scores, *values;  // [group, padded k_dim], [group, kChunk], [group, padded v_dim]
+  Running* running;                // [group]
+
+  static int64_t floats(const Layer& layer) {
+    const int64_t group = layer.heads / layer.kv_heads;
+    return group * (padded(layer.k_dim) + kChunk + padded(layer.v_dim) + 2);
+  }
+  FewRoom(const Layer& layer, float* scratch) {
+    const int64_t group = layer.heads / layer.kv_heads;
+    query = scratch;
+    scores = query + group * padded(layer.k_dim);
+    values = scores + group * kChunk;
+    running = reinterpret_cast<Running*>(values + group * padded(layer.v_dim));
+  }
+};
+
+// Scores of G query heads with the keys of four positions, or of one.
+template <class C, int G, int P>
+INLINE void score(const float* query, int64_t width, const C* const* keys, float* scores) {
+  Vec acc[G][P] = {};
+  for (int64_t k = 0; k < width; k += kLanes) {
+    Vec parts[P];
+#pragma GCC unroll 4
+    for (int p = 0; p < P; p++) parts[p] = load_part(keys[p] + k, width - k);
+#pragma GCC unroll 4
+    for (int g = 0; g < G; g++) {
+      const Vec part = load(query + g * padded(width) + k);
+#pragma GCC unroll 4
+      for (int p = 0; p < P; p++) acc[g][p] += part * parts[p];
+    }
+  }
+#pragma GCC unroll 4
+  for (int g = 0; g < G; g++) {
+    if constexpr (P == 4) {
+      const Vec4 four = sums(acc[g][0], acc[g][1], acc[g][2], acc[g][3]);
+      std::memcpy(scores + g * kChunk, &four, sizeof(four));
+    } else {
+      scores[g * kChunk] = sum(acc[g][0]);
+    }
+  }
+}
+
+// Adds weighted values of a chunk to G heads, V vectors of them.
+template <class C, int G, int V>
+INLINE void weigh(const Chunk<C>& chunk, int64_t count, int64_t at, int64_t width,
+                  const float* weights, const float* factors, float* values) {
+  Vec acc[G][V];
+  for (int g = 0; g < G; g++)
+    for (int i = 0; i < V; i++)
+      acc[g][i] = load(values + g * padded(width) + at + i * kLanes) * factors[g];
+  for (int64_t j = 0; j < count; j++) {
+    const C* from = chunk.values[j] + at;
+#pragma GCC unroll 4
+    for (int i = 0; i < V; i++) {
+      const Vec part = load_part(from + i * kLanes, width - at - i * kLanes);
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++) acc[g][i] += part * weights[g * kChunk + j];
+    }
+  }
+  for (int g = 0; g < G; g++)
+    for (int i = 0; i < V; i++) store(values + g * padded(width) + at + i * kLanes, acc[g][i]);
+}
+
+// One chunk for G heads.
+template <class C, int G>
+static void few_heads(const Layer& layer, const Chunk<C>& chunk, int64_t count, const FewRoom& room,
+                      int64_t g) {
+  float* scores = room.scores + g * kChunk;
+  const float* query = room.query + g * padded(layer.k_dim);
+  int64_t j = 0;
+  for (; j + 4 <= count; j += 4)
+    score<C, G, 4>(query, layer.k_dim, chunk.keys + j, scores + j);
+  for (; j < count; j++) score<C, G, 1>(query, layer.k_dim, chunk.keys + j, scores + j);
+  float factors[G];
+  for (int i = 0; i < G; i++) {
+    for (j = count; j < padded(count); j++) scores[i * kChunk + j] = kHidden;
+    factors[i] = room.running[g + i].fold(scores + i * kChunk, count);
+  }
+  float* values = room.values + g * padded(layer.v_dim);
+  int64_t at = 0;
+  for (; at + 4 * kLanes <= padded(layer.v_dim); at += 4 * kLanes)
+    weigh<C, G, 4>(chunk, count, at, layer.v_dim, scores, factors, values);
+  for (; at < layer.v_dim; at += kLanes)
+    weigh<C, G, 1>(chunk, count, at, layer.v_dim, scores, factors, values);
+}
+
+template <class T, class C>
+static void attend_one(const Layer& layer, const Step& step, const Tokens<T>& a, int64_t row,
+                       int64_t index, int64_t head, float* scratch) {
+  const FewRoom room(layer, scratch);
+  const int64_t group = layer.heads / layer.kv_heads, token = step.starts[row] + index;
+  const int64_t end = step.contexts[row] + index + 1;
+  const int64_t begin = layer.window && end > layer.window ? end - layer.window : 0;
+  for (int64_t g = 0; g < group; g++) {
+    const T* query = a.q + token * a.q_stride + (head * group + g) * layer.k_dim;
+    for (int64_t k = 0; k < layer.k_dim; k += kLanes)
+      store(room.query + g * padded(layer.k_dim) + k,
+            load_part(query + k, layer.k_dim - k) * layer.scale);
+    room.running[g] = Running{};
+    std::memset(room.values + g * padded(layer.v_dim), 0, padded(layer.v_dim) * sizeof(float));
+  }
+  for (int64_t at = begin; at < end; at += kChunk) {
+    const int64_t count = end - at < kChunk ? end - at : kChunk;
+    const Chunk<C> chunk(layer, step, row, head, at, count);
+    int64_t g = 0;
+    for (; g + 4 <= group; g += 4) few_heads<C, 4>(layer, chunk, count, room, g);
+    if (group - g == 3) few_heads<C, 3>(layer, chunk, count, room, g);
+    if (group - g == 2) few_heads<C, 2>(layer, chunk, count, room, g);
+    if (group - g == 1) few_heads<C, 1>(layer, chunk, count, room, g);
+  }
+  for (int64_t g = 0; g < group; g++) {
+    const int64_t place = token * layer.heads + head * group + g;
+    const Vec total = broadcast(room.running[g].total);
+    for (int64_t k = 0; k < layer.v_dim; k += kLanes)
+      store_part(a.out + place * layer.v_dim + k,
+                 load(room.values + g * padded(layer.v_dim) + k) / total, layer.v_dim - k);
+    if (a.lse) a.lse[place] = room.running[g].lse();
+  }
+}

@@ -1,0 +1,141 @@
+// Products with weights as the checkpoint has them: y[M, N] = x[M, K] w[N, K]^T + b[N].
+//
+// Weights are not rearranged, so that there is one copy of them. An output is one sum over K in an
+// order of its own: its bits depend neither on the other rows nor on the number of threads.
+
+#pragma once
+
+#include "team.h"
+#include "vectors.h"
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+// Rows of x that stay in the processor's cache while all weights pass by.
+constexpr int64_t kRowsBytes = 384 << 10;
+
+constexpr int64_t kRun = 8;  // tiles of weights that a thread takes at a time
+
+// How many elements of K one step takes, and one step of it.
+template <class T>
+struct Dot;
+
+template <>
+struct Dot<float> {
+  static constexpr int kStep = kLanes;
+  using Piece = Vec;
+  INLINE Piece get(const float* from) { return load(from); }
+  INLINE Vec add(Vec acc, Piece a, Piece b) { return acc + a * b; }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct Dot<BFloat16> {
+  static constexpr int kStep = 2 * kLanes;
+  using Piece = __m512bh;
+  INLINE Piece get(const BFloat16* from) {
+    Piece out;
+    std::memcpy(&out, from, sizeof(out));
+    return out;
+  }
+  INLINE Vec add(Vec acc, Piece a, Piece b) {
+    return reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc), a, b));
+  }
+};
+#else
+template <>
+struct Dot<BFloat16> {
+  static constexpr int kStep = kLanes;
+  using Piece = Vec;
+  INLINE Piece get(const BFloat16* from) { return load(from); }
+  INLINE Vec add(Vec acc, Piece a, Piece b) { return acc + a * b; }
+};
+#endif
+
+template <class T>
+struct Linear {
+  const T* x;
+  const T* w;
+  const T* bias;  // null for none
+  T* y;
+  int64_t M, N, K, x_stride, y_stride;
+};
+
+// NR outputs of MR rows. `ahead`, if not null, is fetched into the cache meanwhile.
+template <class T, int NR, int MR>
+INLINE void outputs(const Linear<T>& a, int64_t m, int64_t n, const T* ahead) {
+  using D = Dot<T>;
+  const T* x = a.x + m * a.x_stride;
+  const T* w = a.w + n * a.K;
+  Vec acc[NR][MR] = {};
+  int64_t k = 0;
+  for (; k + D::kStep <= a.K; k += D::kStep) {
+    typename D::Piece weights[NR];
+#pragma GCC unroll 8
+    for (int i = 0; i < NR; i++) {
+      weights[i] = D::get(w + i * a.K + k);
+      if (ahead) __builtin_prefetch(ahead + i * a.K + k, 0, 2);
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < MR; j++) {
+      const typename D::Piece row = D::get(x + j * a.x_stride + k);
+#pragma GCC unroll 8
+      for (int i = 0; i < NR; i++) acc[i][j] = D::add(acc[i][j], weights[i], row);
+    }
+  }
+  float out[NR][MR];
+#pragma GCC unroll 8
+  for (int i = 0; i < NR; i++) {
+    if constexpr (MR == 4) {
+      const Vec4 four = sums(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
+      std::memcpy(out[i], &four, sizeof(four));
+    } else {
+#pragma GCC unroll 8
+      for (int j = 0; j < MR; j++) out[i][j] = sum(acc[i][j]);
+    }
+  }
+  for (; k < a.K; k++)
+    for (int i = 0; i < NR; i++)
+      for (int j = 0; j < MR; j++)
+        // Said in full: compilers fuse a sum of one output's products otherwise than of several.
+        out[i][j] = std::fma(widen(w[i * a.K + k]), widen(x[j * a.x_stride + k]), out[i][j]);
+  for (int i = 0; i < NR; i++) {
+    const float bias = a.bias ? widen(a.bias[n + i]) : 0.0f;
+    for (int j = 0; j < MR; j++) put(a.y + (m + j) * a.y_stride + n + i, out[i][j] + bias);
+  }
+}
+
+template <class T, int NR>
+static void columns(const Linear<T>& a, int64_t m, int64_t end, int64_t n, const T* ahead) {
+  static_assert(kAcross == 4);
+  for (; m + 4 <= end; m += 4, ahead = nullptr) outputs<T, NR, 4>(a, m, n, ahead);
+  if (end - m == 3) outputs<T, NR, 3>(a, m, n, ahead);
+  if (end - m == 2) outputs<T, NR, 2>(a, m, n, ahead);
+  if (end - m == 1) outputs<T, NR, 1>(a, m, n, ahead);
+}
+
+template <class T>
+static void linear(const Team* team, const Linear<T>& a) {
+  const int64_t tiles = (a.N + kWide - 1) / kWide;
+  int64_t rows = kRowsBytes / (a.K * static_cast<int64_t>(sizeof(T))) / 4 * 4;
+  if (rows < 4) rows = 4;
+  // Taken in runs as threads get to them: on a machine that is shared, one is often slower.
+  const int64_t runs = (tiles + kRun - 1) / kRun, blocks = (a.M + rows - 1) / rows;
+  std::atomic<int64_t> next{0};
+  together(team, a.M * a.N * a.K >= 1 << 15, [&](int64_t, int64_t) {
+    for (int64_t i = next++; i < runs * blocks; i = next++) {
+      const int64_t m = i / runs * rows, end = m + rows < a.M ? m + rows : a.M;
+      const int64_t first = i % runs * kRun, last = first + kRun < tiles ? first + kRun : tiles;
+      for (int64_t tile = first; tile < last; tile++) {
+        int64_t n = tile * kWide;
+        if (n + kWide <= a.N) {
+          const T* ahead = n + 2 * kWide <= a.N ? a.w + (n + kWide) * a.K : nullptr;
+          columns<T, kWide>(a, m, end, n, ahead);
+        } else {
+          for (; n < a.N; n++) columns<T, 1>(a, m, end, n, nullptr);
+        }
+      }
+    }
+  });
+}

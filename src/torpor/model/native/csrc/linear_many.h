@@ -1,0 +1,51 @@
+// Products of many rows in float32: weights are turned, a panel at a time, so that no sum has to be
+// taken over a vector.
+
+#pragma once
+
+#include "linear.h"
+#include "outer.h"
+
+constexpr int64_t kManyRows = 128;  // from so many on this is faster
+constexpr int64_t kPanel = 64;      // outputs of a panel
+constexpr int64_t kDepth = 288;     // of K in a panel: with it, what stays in the cache
+constexpr int64_t kBlockRows = 252;
+
+// y[rows, kPanel] (+)= x[rows, depth] w[kPanel, depth]^T, w rows `k` apart.
+static void panel(const Linear<float>& a, int64_t m, int64_t rows, int64_t n, int64_t k,
+                  int64_t depth) {
+  alignas(64) float turned[kDepth * kPanel];
+  const float* w = a.w + n * a.K + k;
+  int64_t i = 0;
+  for (; i + 4 <= depth; i += 4)
+    for (int64_t j = 0; j < kPanel; j += 4) {
+      Vec4 four[4];
+      for (int p = 0; p < 4; p++) four[p] = load4(w + (j + p) * a.K + i);
+      store_turned(four, turned + i * kPanel + j, kPanel);
+    }
+  for (; i < depth; i++)
+    for (int64_t j = 0; j < kPanel; j++) turned[i * kPanel + j] = w[j * a.K + i];
+  multiply(a.x + m * a.x_stride + k, a.x_stride, turned, kPanel, rows, depth,
+           {a.y + m * a.y_stride + n, a.y_stride, k > 0, nullptr});
+}
+
+static void linear_many(const Team* team, const Linear<float>& a) {
+  const int64_t panels = a.N / kPanel, blocks = (a.M + kBlockRows - 1) / kBlockRows;
+  std::atomic<int64_t> next{0};
+  together(team, true, [&](int64_t, int64_t) {
+    for (int64_t i = next++; i < panels * blocks; i = next++) {
+      const int64_t n = i / blocks * kPanel, m = i % blocks * kBlockRows;
+      const int64_t rows = a.M - m < kBlockRows ? a.M - m : kBlockRows;
+      for (int64_t k = 0; k < a.K; k += kDepth)
+        panel(a, m, rows, n, k, a.K - k < kDepth ? a.K - k : kDepth);
+      if (!a.bias) continue;
+      for (int64_t j = m; j < m + rows; j++)
+        for (int64_t p = n; p < n + kPanel; p++) a.y[j * a.y_stride + p] += a.bias[p];
+    }
+  });
+  Linear<float> rest = a;
+  const int64_t done = panels * kPanel;
+  rest.w += done * a.K, rest.y += done, rest.N -= done;
+  if (a.bias) rest.bias += done;
+  if (rest.N) linear(team, rest);
+}

@@ -1,0 +1,205 @@
+// Vectors of floats in the widest registers of the processor this is compiled for.
+//
+// A sum over a vector always adds the same pairs in the same order, alone or four at a time: what a
+// row's bits are must not depend on how many rows were computed beside it.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#else
+constexpr int kLanes = 8;
+#endif
+
+// How many accumulators fit: 32 registers there, 16 elsewhere.
+#if defined(__AVX512F__)
+constexpr int kWide = 6;    // rows of weights, or of queries, at a time
+constexpr int kAcross = 4;  // vectors, or input rows, at a time
+#else
+constexpr int kWide = 3;
+constexpr int kAcross = 4;
+#endif
+
+using Vec = float __attribute__((vector_size(kLanes * 4)));
+using Ints = int32_t __attribute__((vector_size(kLanes * 4)));
+using Halves = uint16_t __attribute__((vector_size(kLanes * 2)));
+using Vec8 = float __attribute__((vector_size(32)));
+using Vec4 = float __attribute__((vector_size(16)));
+
+#define INLINE static inline __attribute__((always_inline))
+
+// bfloat16 is the upper half of a float.
+struct BFloat16 {
+  uint16_t bits;
+};
+
+INLINE float widen(float x) { return x; }
+INLINE float widen(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+
+INLINE Vec broadcast(float x) { return Vec{} + x; }
+
+INLINE Vec load(const float* from) {
+  Vec out;
+  std::memcpy(&out, from, sizeof(out));
+  return out;
+}
+INLINE Vec load(const BFloat16* from) {
+  Halves halves;
+  std::memcpy(&halves, from, sizeof(halves));
+  const Ints wide = __builtin_convertvector(halves, Ints) << 16;
+  return reinterpret_cast<Vec>(wide);
+}
+INLINE void store(float* to, Vec x) { std::memcpy(to, &x, sizeof(x)); }
+
+// To the nearest, ties to even; a NaN stays one.
+INLINE BFloat16 round_to_bfloat16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if (x != x) return {static_cast<uint16_t>((bits >> 16) | 0x40)};
+  return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+INLINE void put(float* to, float x) { *to = x; }
+INLINE void put(BFloat16* to, float x) { *to = round_to_bfloat16(x); }
+
+INLINE void store(BFloat16* to, Vec x) {
+  const Ints bits = reinterpret_cast<Ints>(x);
+  const Ints rounded = ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) & 0xffff;
+  const Ints nan = ((bits >> 16) & 0xffff) | 0x40;
+  const Ints is_nan = x != x;
+  const Halves halves = __builtin_convertvector((is_nan & nan) | (~is_nan & rounded), Halves);
+  std::memcpy(to, &halves, sizeof(halves));
+}
+
+// x as memory of type T would hold it.
+template <class T>
+INLINE Vec rounded(Vec x) {
+  if constexpr (sizeof(T) == sizeof(float)) return x;
+  T held[kLanes];
+  store(held, x);
+  return load(held);
+}
+
+// The first `count` elements, and zeros.
+template <class T>
+INLINE Vec load_part(const T* from, int64_t count) {
+  if (count >= kLanes) return load(from);
+  T held[kLanes] = {};
+  std::memcpy(held, from, count * sizeof(T));
+  return load(held);
+}
+template <class T>
+INLINE void store_part(T* to, Vec x, int64_t count) {
+  if (count >= kLanes) return store(to, x);
+  T held[kLanes];
+  store(held, x);
+  std::memcpy(to, held, count * sizeof(T));
+}
+
+INLINE Vec8 fold_to_8(Vec x) {
+#if defined(__AVX512F__)
+  return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+         __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+  return x;
+#endif
+}
+INLINE Vec4 fold_to_4(Vec x) {
+  const Vec8 y = fold_to_8(x);
+  return __builtin_shufflevector(y, y, 0, 1, 2, 3) + __builtin_shufflevector(y, y, 4, 5, 6, 7);
+}
+INLINE float sum(Vec x) {
+  const Vec4 y = fold_to_4(x);
+  return (y[0] + y[2]) + (y[1] + y[3]);
+}
+// The sums of four vectors, each as `sum` has it.
+INLINE Vec4 sums(Vec a, Vec b, Vec c, Vec d) {
+#if defined(__AVX512F__)
+  // Half of each beside half of another, so that one addition folds both.
+  const auto halves = [](Vec x, Vec y) {
+    return __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  };
+  const Vec ab = halves(a, b), cd = halves(c, d);
+  const Vec fours =
+      __builtin_shufflevector(ab, cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+      __builtin_shufflevector(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  const Vec twos = fours + __builtin_shufflevector(fours, fours, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8,
+                                                   9, 14, 15, 12, 13);
+  const Vec ones = twos + __builtin_shufflevector(twos, twos, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10,
+                                                  13, 12, 15, 14);
+  return __builtin_shufflevector(ones, ones, 0, 4, 8, 12);
+#else
+  const Vec4 p = fold_to_4(a), q = fold_to_4(b), r = fold_to_4(c), s = fold_to_4(d);
+  const Vec4 pq = __builtin_shufflevector(p, q, 0, 4, 1, 5) + __builtin_shufflevector(p, q, 2, 6, 3, 7);
+  const Vec4 rs = __builtin_shufflevector(r, s, 0, 4, 1, 5) + __builtin_shufflevector(r, s, 2, 6, 3, 7);
+  return __builtin_shufflevector(pq, rs, 0, 1, 4, 5) + __builtin_shufflevector(pq, rs, 2, 3, 6, 7);
+#endif
+}
+
+INLINE Vec select(Ints mask, Vec yes, Vec no) {
+  return reinterpret_cast<Vec>((mask & reinterpret_cast<Ints>(yes)) |
+                               (~mask & reinterpret_cast<Ints>(no)));
+}
+INLINE Vec larger(Vec a, Vec b) { return select(a > b, a, b); }
+INLINE float largest(Vec x) {
+#if defined(__AVX512F__)
+  x = larger(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  x = larger(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+#else
+  x = larger(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
+#endif
+  const float a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
+  return a > b ? a : b;
+}
+
+// Where adding it rounds a float of less than 2**22 to an integer, which its lowest bits then hold.
+constexpr float kToInteger = 12582912.0f;  // 1.5 * 2**23
+constexpr float kLog2E = 1.44269504088896341f;
+
+// The Taylor polynomial of e**r: at |r| <= ln 2 / 2 the remainder is below 4e-9.
+INLINE Vec polynomial(Vec r) {
+  Vec p = broadcast(1.0f / 5040);
+  p = p * r + 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  return p * r + 1.0f;
+}
+
+// e**x within 2 units in the last place; exactly 0 below -87, infinite above 88.7; a NaN stays one.
+//
+// x = n ln 2 + r. ln 2 is taken away in two parts, the first of which has few digits.
+INLINE Vec exponential(Vec x) {
+  const Vec bounded = select(x > 88.7f, broadcast(88.7f), select(x < -87.0f, broadcast(-87.0f), x));
+  const Vec shifted = bounded * kLog2E + kToInteger;
+  const Vec n = shifted - kToInteger;
+  const Vec p = polynomial((bounded - n * 0.693359375f) + n * 2.12194440e-4f);
+  // 2**n by its exponent; in two halves, since n may be 128.
+  const Ints whole = reinterpret_cast<Ints>(shifted) - reinterpret_cast<Ints>(broadcast(kToInteger));
+  const Ints half = whole >> 1;
+  const Vec first = reinterpret_cast<Vec>((half + 127) << 23);
+  const Vec second = reinterpret_cast<Vec>((whole - half + 127) << 23);
+  const Vec capped = select(x > 88.7f, broadcast(INFINITY), p * first * second);
+  return select(x < -87.0f, Vec{}, capped);
+}
+
+// As `exponential`, for x <= 0 only, where what is far below 0 hardly counts: its relative error is
+// 1e-8 times |x| more.
+INLINE Vec weight(Vec x) {
+  const Vec bounded = select(x < -87.0f, broadcast(-87.0f), x);
+  const Vec shifted = bounded * kLog2E + kToInteger;
+  const Vec p = polynomial(bounded - (shifted - kToInteger) * 0.69314718056f);
+  const Ints whole = reinterpret_cast<Ints>(shifted) - reinterpret_cast<Ints>(broadcast(kToInteger));
+  return select(x < -87.0f, Vec{}, p * reinterpret_cast<Vec>((whole + 127) << 23));
+}

@@ -1,0 +1,171 @@
+"""The compiled kernels as Python sees them: C structures and functions, by ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from torpor.model.native.compiler import KernelsUnavailableError, compiled
+
+_INT = ctypes.c_int64
+_POINTER = ctypes.c_void_p
+
+SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+"""The dtypes that there are kernels for, and what the names of their functions end in."""
+
+
+class Team(ctypes.Structure):
+    """The threads that share the work; see ``team.h``."""
+
+    _fields_: ClassVar = [("parallel", _POINTER), ("thread_num", _POINTER), ("threads", _INT)]
+
+
+class Layer(ctypes.Structure):
+    """One layer's attention; see ``paged.h``."""
+
+    _fields_: ClassVar = [
+        ("arena", _POINTER),
+        *(
+            (name, _INT)
+            for name in (
+                *("block_elements", "key_offset", "value_offset", "heads", "kv_heads"),
+                *("k_dim", "v_dim", "block_size", "window"),
+            )
+        ),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class Step(ctypes.Structure):
+    """The rows of one step; see ``paged.h``."""
+
+    _fields_: ClassVar = [
+        ("tables", _POINTER),
+        ("table_width", _INT),
+        ("starts", _POINTER),
+        ("contexts", _POINTER),
+        ("slots", _POINTER),
+        ("tokens", _INT),
+        ("items", _POINTER),
+        ("num_items", _INT),
+    ]
+
+
+class Tokens(ctypes.Structure):
+    """What a layer hands over to attention; see ``paged.h``."""
+
+    _fields_: ClassVar = [
+        *((name, _POINTER) for name in ("q", "k", "v")),
+        *((name, _INT) for name in ("q_stride", "k_stride", "v_stride")),
+        ("out", _POINTER),
+        ("lse", _POINTER),
+    ]
+
+
+_ARGUMENTS: dict[str, list[Any]] = {
+    "linear": [_POINTER] * 5 + [_INT] * 6,
+    "rms_norm": [_POINTER] * 5 + [_INT] * 2 + [ctypes.c_float],
+    "gated": [_POINTER] * 3 + [_INT] * 2,
+    "rotate": [_POINTER] * 4 + [_INT] * 4,
+}
+_ATTEND = [_POINTER] * 5 + [_INT]
+
+
+class Kernels:
+    """The functions for one dtype. Every pointer is to memory of that dtype unless it says else."""
+
+    linear: Callable[..., None]
+    rms_norm: Callable[..., None]
+    gated: Callable[..., None]
+    rotate: Callable[..., None]
+
+    def __init__(self, library: Library, dtype: torch.dtype) -> None:
+        """Look them up.
+
+        Raises:
+            KernelsUnavailableError: there are none for this dtype.
+        """
+        if dtype not in SUFFIXES:
+            raise KernelsUnavailableError(f"there are no CPU kernels for {dtype}")
+        self.library = library
+        self.dtype = dtype
+        for name, arguments in _ARGUMENTS.items():
+            function = library.function(f"{name}_{SUFFIXES[dtype]}", arguments)
+            setattr(self, name, function)
+
+
+class Library:
+    """The shared library, together with the OpenMP runtime of torch.
+
+    Raises:
+        KernelsUnavailableError: it cannot be loaded.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise KernelsUnavailableError(f"{path} cannot be loaded: {error}") from error
+        self._parallel, self._thread_num = _openmp()
+        self._teams: dict[int, Team] = {}
+
+    def function(
+        self, name: str, arguments: Sequence[Any], result: type[ctypes.c_int64] | None = None
+    ) -> Callable[..., Any]:
+        """A function by its name."""
+        function = getattr(self._library, name)
+        function.argtypes = arguments
+        function.restype = result
+        return function  # type: ignore[no-any-return]
+
+    def attend(self, dtype: torch.dtype, cache: torch.dtype) -> Callable[..., None]:
+        """Attention in a dtype over a cache of another one or the same."""
+        return self.function(f"attend_{SUFFIXES[dtype]}_{SUFFIXES[cache]}", _ATTEND)
+
+    def scratch_floats(self, layer: Layer) -> int:
+        """float32 elements that each thread needs to attend in a layer."""
+        function = self.function("scratch_floats", [_POINTER], _INT)
+        return int(function(ctypes.addressof(layer)))
+
+    def tokens_of_a_tile(self, layer: Layer) -> int:
+        """Queries of a row that attend together."""
+        function = self.function("tokens_of_a_tile", [_POINTER], _INT)
+        return int(function(ctypes.addressof(layer)))
+
+    def team(self, threads: int) -> int:
+        """Address of a team of so many threads, valid as long as the library."""
+        team = self._teams.get(threads)
+        if team is None:
+            team = self._teams[threads] = Team(self._parallel, self._thread_num, threads)
+        return ctypes.addressof(team)
+
+
+def _openmp() -> tuple[int, int]:
+    """Addresses of two functions of the OpenMP runtime that torch itself computes with."""
+    folder = Path(torch.__file__).parent / "lib"
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        try:
+            # Already loaded: what is looked up in it is looked up in what it depends on.
+            torch_cpu = ctypes.CDLL(str(folder / name))
+            found = [getattr(torch_cpu, each) for each in ("GOMP_parallel", "omp_get_thread_num")]
+        except (OSError, AttributeError):
+            continue
+        parallel, thread_num = (ctypes.cast(each, _POINTER).value for each in found)
+        if parallel and thread_num:
+            return parallel, thread_num
+    raise KernelsUnavailableError("this torch has no OpenMP runtime to share threads with")
+
+
+@cache
+def load_library() -> Library:
+    """The kernels, compiled if need be.
+
+    Raises:
+        KernelsUnavailableError: there are none on this machine.
+    """
+    return Library(compiled())
