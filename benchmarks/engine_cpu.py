@@ -47,10 +47,14 @@ SCRIPTS = {
     "bound": ("torpor", "worker_bound.py", "float32"),
     "torpor-fp32": ("torpor", "worker_torpor.py", "float32"),
     "torpor-bf16": ("torpor", "worker_torpor.py", "bfloat16"),
+    "torpor-invariant": ("torpor", "worker_torpor.py", "float32"),
     "transformers-fp32": ("transformers", "worker_transformers.py", "float32"),
     "vllm-fp32": ("vllm", "worker_vllm.py", "float32"),
 }
 """By worker: environment, script, dtype."""
+
+ARGUMENTS = {"torpor-invariant": {"batch_invariant": True}}
+"""By worker: what its ``LLM`` is made with, beside what the command line says."""
 
 
 def main() -> int:
@@ -221,7 +225,9 @@ class Run:
         threads = str(self.options.threads)
         command = ["--model", str(self.folder), "--dtype", dtype, "--threads", threads]
         if environment in ("torpor", "vllm") and name != "bound":
-            command += ["--arguments", getattr(self.options, f"{environment}_arguments")]
+            given = json.loads(getattr(self.options, f"{environment}_arguments"))
+            given |= ARGUMENTS.get(name, {})
+            command += ["--arguments", json.dumps(given)]
         return Worker(name, python, script, command, self._variables(environment, python))
 
     def _variables(self, environment: str, python: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing.resource_tracker
 import os
@@ -18,6 +19,9 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 from hypothesis import settings
+
+from torpor.model.native.compiler import KernelsUnavailableError
+from torpor.model.native.library import load_library
 
 # One thread: small tensors gain nothing from two, and a busy machine makes the second one wait.
 torch.set_num_threads(1)
@@ -60,6 +64,16 @@ def _descriptors() -> set[tuple[int, str]]:
 def _leaks(before: tuple[set[object], ...]) -> list[object]:
     after: tuple[set[object], ...] = (set(_threads()), set(_children()), set(_descriptors()))
     return [item for old, new in zip(before, after, strict=True) for item in new - old]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels_compiled() -> None:
+    """Compile the CPU kernels, if they can be, into the cache that stays between runs.
+
+    Before a test points the cache elsewhere, and before one for which seconds count.
+    """
+    with contextlib.suppress(KernelsUnavailableError):
+        load_library()
 
 
 @pytest.fixture(autouse=True)

@@ -43,11 +43,12 @@ class Case:
 
 def all_cases(input_len: int, output_len: int, batches: Sequence[int]) -> list[Case]:
     """Every case, in the order in which a round runs them."""
-    ours, theirs = ("torpor-fp32", "torpor-bf16"), ("transformers-fp32", "vllm-fp32")
+    ours = ("torpor-fp32", "torpor-bf16")
+    others = ("torpor-invariant", "transformers-fp32", "vllm-fp32")
     found = [
         Case(
             name=f"batch {batch}",
-            workers=ours + theirs if batch in batches else ours,
+            workers=ours + others if batch in batches else ours,
             batch=batch,
             input_len=input_len,
             output_len=output_len,
@@ -58,7 +59,7 @@ def all_cases(input_len: int, output_len: int, batches: Sequence[int]) -> list[C
     found.append(
         Case(
             name="first token",
-            workers=("torpor-fp32", "transformers-fp32", "vllm-fp32"),
+            workers=("torpor-fp32", *others),
             batch=1,
             input_len=LONG_PROMPT,
             output_len=1,

@@ -10,6 +10,8 @@ from cases import Case
 
 Sample = dict[str, Any]
 OTHERS = ("transformers-fp32", "vllm-fp32")
+OWN = {"bf16_over_fp32": "torpor-bf16", "invariant_over_fp32": "torpor-invariant"}
+"""Ratios of torpor in another form to torpor in float32."""
 
 
 def figures_of(case: Case, sample: Sample) -> dict[str, float]:
@@ -94,15 +96,19 @@ def _ratios(workers: dict[str, Any]) -> dict[str, float]:
         ):
             if value is not None:
                 found[f"torpor_over_{name}"] = own / value
-        half = median("torpor-bf16", "tokens_per_s")
-        if half is not None:
-            found["bf16_over_fp32"] = half / own
+        for name, worker in OWN.items():
+            value = median(worker, "tokens_per_s")
+            if value is not None:
+                found[name] = value / own
     own_s = median("torpor-fp32", "elapsed_s")
     if own_s is not None:
         for worker in OTHERS:
             other_s = median(worker, "elapsed_s")
             if other_s is not None:
                 found[f"torpor_over_{worker}"] = other_s / own_s
+        invariant_s = median("torpor-invariant", "elapsed_s")
+        if invariant_s is not None:
+            found["invariant_over_fp32"] = own_s / invariant_s
     return found
 
 
@@ -159,9 +165,10 @@ _RATIO_NAMES = {
 
 
 def _times(entry: dict[str, Any], worker: str, figure: str) -> str:
-    if worker == "torpor-bf16":
-        ratio = entry["ratios"].get("bf16_over_fp32")
-        return "" if ratio is None else f"{ratio:.2f}x its fp32"
+    for name, own in OWN.items():
+        if worker == own:
+            ratio = entry["ratios"].get(name)
+            return "" if ratio is None else f"{ratio:.2f}x its fp32"
     name = _RATIO_NAMES.get((worker, figure), f"torpor_over_{worker}")
     ratio = entry["ratios"].get(name)
     return "" if ratio is None else f"{ratio:.2f}x"

@@ -11,10 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from tests.model.native_kernels import native_library
 
 from torpor.model.attention.interface import AttentionBatch, AttentionSpec
 from torpor.model.attention.kv_layout import KVLayout
 from torpor.model.attention.torch_attention import TorchAttention
+from torpor.model.native.attention import NativeAttention
+
+KINDS = ("torch", "native")
+DTYPES = {
+    "torch": (torch.float32, torch.bfloat16, torch.float16),
+    "native": (torch.float32, torch.bfloat16),
+}
+"""What each backend takes."""
 
 
 def reference(
@@ -24,13 +33,11 @@ def reference(
     if spec.window is not None:
         k_SHD, v_SHD = k_SHD[-spec.window :], v_SHD[-spec.window :]
     group = spec.num_heads // spec.num_kv_heads
-    outs, logs = [], []
-    for head in range(spec.num_heads):
-        keys, values = k_SHD[:, head // group].double(), v_SHD[:, head // group].double()
-        weights = torch.exp(spec.scale * (keys @ q_HD[head].double()))
-        outs.append((weights[:, None] * values).sum(0) / weights.sum())
-        logs.append(torch.log(weights.sum()))
-    return torch.stack(outs), torch.stack(logs)
+    keys_SHD = k_SHD.double().repeat_interleave(group, dim=1)
+    values_SHD = v_SHD.double().repeat_interleave(group, dim=1)
+    weights_SH = torch.exp(spec.scale * (keys_SHD * q_HD.double()).sum(-1))
+    total_H = weights_SH.sum(0)
+    return (weights_SH[..., None] * values_SHD).sum(0) / total_H[:, None], torch.log(total_H)
 
 
 @dataclass
@@ -67,16 +74,20 @@ def attention_spec(
 
 @dataclass
 class World:
-    """Rows of random content over an arena full of NaN."""
+    """Rows of random content over an arena full of NaN, attended by a backend of either kind."""
 
     specs: Sequence[AttentionSpec]
     lengths: Sequence[int]
+    kind: str = "torch"
     block_size: int = 8
     dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
+    """That of the arena; None for `dtype`."""
     seed: int = 0
     batch_invariant: bool = False
     workspace_bytes: int = 32 << 20
     group_bytes: int = 4 << 20
+    """The two sizes are for torch's backend alone."""
     scratch: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -84,8 +95,11 @@ class World:
         needed = [-(-length // self.block_size) for length in self.lengths]
         num_blocks = sum(needed) + 3
         shuffled = (torch.randperm(num_blocks - 1, generator=random) + 1).tolist()
-        self.layout = KVLayout(self.specs, self.block_size, self.dtype)
-        self.kv = torch.full((num_blocks, self.layout.elements_per_block), torch.nan).to(self.dtype)
+        self.arena_dtype = self.cache_dtype or self.dtype
+        self.layout = KVLayout(self.specs, self.block_size, self.arena_dtype)
+        self.kv = torch.full(
+            (num_blocks, self.layout.elements_per_block), torch.nan, dtype=self.arena_dtype
+        )
         self.rows = []
         for index, (length, count) in enumerate(zip(self.lengths, needed, strict=True)):
             blocks, shuffled = shuffled[:count], shuffled[count:]
@@ -110,8 +124,16 @@ class World:
             )
         self.backend = self.new_backend()
 
-    def new_backend(self) -> TorchAttention:
+    def new_backend(self) -> TorchAttention | NativeAttention:
         """A backend over the arena, whose scratch memory the test can spoil."""
+        if self.kind == "native":
+            return NativeAttention(
+                self.kv,
+                self.layout,
+                library=native_library(),
+                allocate=self._allocate,
+                batch_invariant=self.batch_invariant,
+            )
         return TorchAttention(
             self.kv,
             self.layout,
@@ -159,17 +181,21 @@ class World:
             for view in (self.layout.keys, self.layout.values):
                 view(self.kv, spec.layer)[~used] = torch.nan
 
+    def tokens(self, layer: int, chosen: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """Queries, keys and values of the next tokens of (row, new tokens), each [T, H, D]."""
+        rows = [(self.rows[index], new) for index, new in chosen]
+        return [
+            torch.cat([column(row)[layer][row.done : row.done + new] for row, new in rows])
+            for column in (lambda row: row.q, lambda row: row.k, lambda row: row.v)
+        ]
+
     def step(self, chosen: Sequence[tuple[int, int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Run (row, new tokens) through all layers: per layer [T, H, v_dim] and [T, H]."""
         self.begin(chosen)
-        results = []
-        for number, spec in enumerate(self.specs):
-            parts = [
-                [tensors[number][row.done : row.done + new] for tensors in (row.q, row.k, row.v)]
-                for row, new in ((self.rows[index], new) for index, new in chosen)
-            ]
-            q, k, v = (torch.cat(list(column)) for column in zip(*parts, strict=True))
-            results.append(self.backend.attend_with_lse(spec, q, k, v))
+        results = [
+            self.backend.attend_with_lse(spec, *self.tokens(number, chosen))
+            for number, spec in enumerate(self.specs)
+        ]
         for index, new in chosen:
             self.rows[index].done += new
         return results
@@ -177,15 +203,18 @@ class World:
     def expected(
         self, chosen: Sequence[tuple[int, int]]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What `step` should give, in float64; call before it."""
+        """What `step` should give, in float64; call before it.
+
+        Keys and values are rounded as the cache rounds: a token looks the same fetched or fresh.
+        """
         results = []
         for number, spec in enumerate(self.specs):
             tokens = [
                 reference(
                     spec,
                     row.q[number][position],
-                    row.k[number][: position + 1],
-                    row.v[number][: position + 1],
+                    row.k[number][: position + 1].to(self.arena_dtype),
+                    row.v[number][: position + 1].to(self.arena_dtype),
                 )
                 for row, new in ((self.rows[index], new) for index, new in chosen)
                 for position in range(row.done, row.done + new)
@@ -193,3 +222,27 @@ class World:
             outs, logs = zip(*tokens, strict=True)
             results.append((torch.stack(outs), torch.stack(logs)))
         return results
+
+
+def tolerances(world: World) -> tuple[float, float]:
+    """Of results and of log-sum-exps, for values of about 1."""
+    if world.kind == "native":
+        # Everything is float32 but the result, which is rounded once.
+        return 2e-6 + (2**-8 if world.dtype == torch.bfloat16 else 0), 5e-6
+    dtypes = {world.dtype, world.arena_dtype}
+    if torch.bfloat16 in dtypes:
+        return 2e-2, 1e-2 if len(dtypes) > 1 else 1e-3
+    return (3e-3, 5e-3) if torch.float16 in dtypes else (2e-6, 5e-6)
+
+
+def check(world: World, chosen: Sequence[tuple[int, int]]) -> None:
+    """Run one step and compare it with the equation."""
+    expected = world.expected(chosen)
+    out_limit, lse_limit = tolerances(world)
+    for (out, lse), (true_out, true_lse) in zip(world.step(chosen), expected, strict=True):
+        assert out.dtype == world.dtype
+        assert lse.dtype == torch.float32
+        limit = out_limit * max(1.0, float(true_out.abs().max()))
+        torch.testing.assert_close(out.double(), true_out, rtol=0, atol=limit)
+        limit = lse_limit * max(1.0, float(true_lse.abs().max()))
+        torch.testing.assert_close(lse.double(), true_lse, rtol=0, atol=limit)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.model.attention_reference import World, attention_spec
+from tests.model.attention_reference import KINDS, World, attention_spec
 
 from torpor.errors import ArgumentError
 from torpor.model.attention.interface import AttentionSpec
@@ -24,6 +24,8 @@ SPECS = {
     "one wide KV head": attention_spec(heads=2, kv_heads=1, k_dim=256, v_dim=256),
     "many heads": attention_spec(heads=40, kv_heads=1),
 }
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def outputs(
@@ -61,25 +63,31 @@ def chunks(length: int, sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_chunking_gives_the_same_bits(spec: AttentionSpec, dtype: torch.dtype) -> None:
+@each_kind
+def test_any_chunking_gives_the_same_bits(
+    kind: str, spec: AttentionSpec, dtype: torch.dtype
+) -> None:
     length = 600
-    whole = outputs(spec, [length], chunks(length, [length]), dtype=dtype)
+    whole = outputs(spec, [length], chunks(length, [length]), dtype=dtype, kind=kind)
     for sizes in ([256], [100, 1, 33], [299]):
-        assert torch.equal(outputs(spec, [length], chunks(length, sizes), dtype=dtype), whole)
+        parts = outputs(spec, [length], chunks(length, sizes), dtype=dtype, kind=kind)
+        assert torch.equal(parts, whole)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_decode_gives_the_bits_of_prefill(spec: AttentionSpec) -> None:
+@each_kind
+def test_decode_gives_the_bits_of_prefill(kind: str, spec: AttentionSpec) -> None:
     length = 530
-    whole = outputs(spec, [length], chunks(length, [length]))
+    whole = outputs(spec, [length], chunks(length, [length]), kind=kind)
     steps = [[(0, 500)], *([(0, 1)] for _ in range(30))]
-    assert torch.equal(outputs(spec, [length], steps), whole)
+    assert torch.equal(outputs(spec, [length], steps, kind=kind), whole)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_company_does_not_change_bits(spec: AttentionSpec) -> None:
+@each_kind
+def test_company_does_not_change_bits(kind: str, spec: AttentionSpec) -> None:
     length = 290
-    alone = outputs(spec, [length], chunks(length, [length]))
+    alone = outputs(spec, [length], chunks(length, [length]), kind=kind)
     lengths = [length, 1, 270, 40, 600, 257]
     fill = [(4, 590), (0, 250), (2, 230), (3, 10), (5, 217)]
     others = [(2, 1), (3, 1), (4, 1), (5, 1)]
@@ -87,22 +95,25 @@ def test_company_does_not_change_bits(spec: AttentionSpec) -> None:
     for place in range(5):
         steps.append([*others[:place], (0, 1), *others[place:]])
     steps.append([(0, 5)])
-    assert torch.equal(outputs(spec, lengths, steps), alone)
-    small = outputs(spec, lengths, steps, workspace_bytes=1)
-    assert torch.equal(small, alone)
+    assert torch.equal(outputs(spec, lengths, steps, kind=kind), alone)
+    if kind == "torch":
+        small = outputs(spec, lengths, steps, workspace_bytes=1)
+        assert torch.equal(small, alone)
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 32, 48, 512])
-def test_bits_do_not_depend_on_chunks_at_any_block_size(block_size: int) -> None:
+@each_kind
+def test_bits_do_not_depend_on_chunks_at_any_block_size(kind: str, block_size: int) -> None:
     spec, length = SPECS["grouped"], 560
-    whole = outputs(spec, [length], chunks(length, [length]), block_size=block_size)
-    parts = outputs(spec, [length], chunks(length, [150, 1]), block_size=block_size)
+    whole = outputs(spec, [length], chunks(length, [length]), block_size=block_size, kind=kind)
+    parts = outputs(spec, [length], chunks(length, [150, 1]), block_size=block_size, kind=kind)
     assert torch.equal(parts, whole)
 
 
+@each_kind
 @settings(max_examples=10, deadline=None)
-@given(st.sampled_from(sorted(SPECS)), st.data())
-def test_random_company_and_chunks(name: str, data: st.DataObject) -> None:
+@given(name=st.sampled_from(sorted(SPECS)), data=st.data())
+def test_random_company_and_chunks(kind: str, name: str, data: st.DataObject) -> None:
     spec, length = SPECS[name], data.draw(st.integers(1, 400))
     lengths = [length, *data.draw(st.lists(st.integers(1, 300), max_size=4))]
     left = list(lengths)
@@ -115,26 +126,24 @@ def test_random_company_and_chunks(name: str, data: st.DataObject) -> None:
                 step.append((row, new))
                 left[row] -= new
         steps.append(data.draw(st.permutations(step)))
-    alone = outputs(spec, [length], chunks(length, [length]))
-    assert torch.equal(outputs(spec, lengths, steps), alone)
+    alone = outputs(spec, [length], chunks(length, [length]), kind=kind)
+    assert torch.equal(outputs(spec, lengths, steps, kind=kind), alone)
 
 
-def test_the_number_of_threads_does_not_change_bits() -> None:
+@each_kind
+def test_the_number_of_threads_does_not_change_bits(kind: str) -> None:
     spec, length = SPECS["one wide KV head"], 300
-    before = torch.get_num_threads()
     results = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(outputs(spec, [length], chunks(length, [200, 1])))
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(outputs(spec, [length], chunks(length, [200, 1]), kind=kind))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 
 
-def test_it_is_declared() -> None:
-    world = World([SPECS["grouped"]], [1], batch_invariant=True)
+@each_kind
+def test_it_is_declared(kind: str) -> None:
+    world = World([SPECS["grouped"]], [1], kind=kind, batch_invariant=True)
     assert world.backend.capabilities.batch_invariant
 
 

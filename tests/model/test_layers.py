@@ -17,12 +17,9 @@ from torpor.model.layers.layers import (
     RMSNorm,
     RotaryEmbedding,
     empty_parameter,
-    gated,
-    gated_by_rows,
     inverse_frequencies,
-    rotate,
-    use_linear_kernel,
 )
+from torpor.model.layers.ops import TorchOps, gated, gated_by_rows, use_ops
 
 
 def test_a_parameter_has_no_memory_and_no_gradient() -> None:
@@ -67,7 +64,7 @@ def test_rotation_turns_each_pair_by_position_times_frequency() -> None:
     rope = RotaryEmbedding(4, RopeConfig(theta=100.0))
     x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
     cos, sin = rope(torch.tensor([7]), torch.float32)
-    turned = rotate(x, cos, sin)[0, 0]
+    turned = TorchOps().rotate(x, cos, sin)[0, 0]
     for pair, frequency in enumerate((1.0, 0.1)):
         z = complex(x[0, 0, pair], x[0, 0, pair + 2]) * complex(
             math.cos(7 * frequency), math.sin(7 * frequency)
@@ -80,9 +77,9 @@ def test_rotation_keeps_its_input_and_takes_strided_views() -> None:
     rope = RotaryEmbedding(4, RopeConfig(theta=100.0))
     wide = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
     before, tables = wide.clone(), rope(torch.tensor([0, 1, 9]), torch.float32)
-    turned = rotate(wide[:, :2], *tables)
+    turned = TorchOps().rotate(wide[:, :2], *tables)
     assert torch.equal(wide, before)
-    assert torch.equal(turned, rotate(wide[:, :2].clone(), *tables))
+    assert torch.equal(turned, TorchOps().rotate(wide[:, :2].clone(), *tables))
 
 
 def test_gating_is_silu_of_the_first_half_times_the_second() -> None:
@@ -124,7 +121,7 @@ def test_a_linear_kernel_computes_every_product_of_a_model() -> None:
         seen.add(weight.untyped_storage().data_ptr())
         return functional.linear(x, weight, bias)
 
-    use_linear_kernel(model, kernel)
+    use_ops(model, TorchOps(kernel))
     hidden = model(torch.arange(30), torch.arange(30), OneSequence())
     model.compute_logits(hidden)
     products = {

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from torpor.model.layers import linear_kernels
-from torpor.model.layers.layers import LinearKernel
 from torpor.model.layers.linear_kernels import INVARIANT_ROWS, linear_kernel
+from torpor.model.layers.ops import LinearKernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Sums of 1536 products, relative to the largest; half precision rounds the result once.

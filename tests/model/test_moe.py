@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from torpor.model.config.families import MoEConfig
-from torpor.model.layers.layers import use_linear_kernel
 from torpor.model.layers.moe import SparseMoE
+from torpor.model.layers.ops import TorchOps, use_ops
 
 WIDTH, INNER, EXPERTS = 16, 12, 7
 
@@ -115,7 +115,7 @@ def test_an_expert_that_no_token_uses_is_not_read() -> None:
 @torch.inference_mode()
 def test_a_token_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> None:
     moe, x = block(dtype=dtype), tokens(40, dtype)
-    use_linear_kernel(moe, row_by_row)
+    use_ops(moe, TorchOps(row_by_row))
     together = moe(x)
     for at in range(0, 40, 7):
         assert torch.equal(moe(x[at : at + 1])[0], together[at])

@@ -13,7 +13,7 @@ from torpor.model.layers.linear_kernels import linear_kernel
 from torpor.model.layers.ops import LayerOps, TorchOps, gated, gated_by_rows
 from torpor.model.native.attention import NativeAttention
 from torpor.model.native.compiler import KernelsUnavailableError
-from torpor.model.native.library import Kernels, load_library
+from torpor.model.native.library import SUFFIXES, Kernels, load_library
 from torpor.model.native.ops import NativeOps
 
 if TYPE_CHECKING:
@@ -50,9 +50,11 @@ def choose_backends(
 
 
 def _kernels(wanted: str, kv: torch.Tensor) -> Kernels | None:
-    if wanted == "torch" or kv.device.type != "cpu":
+    if wanted == "torch" or (wanted == "auto" and not has_kernels(kv)):
         return None
     try:
+        if not has_kernels(kv):
+            raise KernelsUnavailableError(f"they have no {kv.dtype} on {kv.device}")
         return Kernels(load_library(), kv.dtype)
     except KernelsUnavailableError as error:
         if wanted == "native":
@@ -61,3 +63,8 @@ def _kernels(wanted: str, kv: torch.Tensor) -> Kernels | None:
             ) from error
         _logger.warning("computing with torch's kernels, which are slower: %s", error)
         return None
+
+
+def has_kernels(kv: torch.Tensor) -> bool:
+    """Whether kernels can be compiled for this dtype and device at all."""
+    return kv.device.type == "cpu" and kv.dtype in SUFFIXES

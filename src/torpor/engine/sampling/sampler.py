@@ -106,17 +106,13 @@ def sample_rows(
     assert len(logits_RV) == len(rows), f"{len(logits_RV)} rows of logits for {len(rows)} requests"
     if not rows:
         return []
-    # The largest value of a row with NaN is NaN: one reduction finds all that softmax cannot take.
-    tops = logits_RV.amax(dim=1).tolist()
-    ids: list[int] | None = None
-    if all(_takes_argmax(row) for row in rows):
-        ids = _argmax(logits_RV)
+    ids, tops = _largest(logits_RV)
     results: list[SampledToken | RequestError] = []
     for index, (row, top) in enumerate(zip(rows, tops, strict=True)):
         try:
             if not math.isfinite(top):
                 raise _not_finite(logits_RV[index], row.position)
-            token_id = None if ids is None else ids[index]
+            token_id = ids[index] if _takes_argmax(row) else None
             results.append(_sample(logits_RV[index], row, token_id, logprobs_mode))
         except RequestError as error:
             results.append(error)
@@ -208,12 +204,18 @@ def _takes_argmax(row: SamplingRow) -> bool:
     )
 
 
-def _argmax(logits_RV: torch.Tensor) -> list[int]:
-    """The id of each row's largest logit; the lowest of equal ones."""
+def _largest(logits_RV: torch.Tensor) -> tuple[list[int], list[float]]:
+    """The id of each row's largest logit, the lowest of equal ones, and that logit.
+
+    NaN counts as the largest: one reduction finds all that a softmax cannot take.
+    """
     if not logits_RV.is_cpu:
-        return list(map(int, logits_RV.argmax(dim=1).tolist()))
+        tops_R, ids_R = logits_RV.max(dim=1)
+        return ids_R.tolist(), tops_R.tolist()
     # NumPy's argmax runs on vector units, torch's on the CPU does not.
-    return list(map(int, _on_host(logits_RV).argmax(axis=1)))
+    host_RV = _on_host(logits_RV)
+    ids = host_RV.argmax(axis=1)
+    return ids.tolist(), host_RV[np.arange(len(ids)), ids].tolist()
 
 
 def _on_host(tensor: torch.Tensor) -> NDArray[Any]:

@@ -130,12 +130,18 @@ def fused(
         [B, H, T, D], and the float32 log-sum-exp [B, H, T]. `mask` (float32) broadcasts to
         [B, H, T, S].
     """
+    # Other strides give wrong results there, without an error.
+    q_BHTD, k_BHSD, v_BHSD = map(_rows_in_one_piece, (q_BHTD, k_BHSD, v_BHSD))
     if q_BHTD.device.type != "cpu":
         return _plain(q_BHTD, k_BHSD, v_BHSD, scale, mask, causal=causal)
     if q_BHTD.dtype == torch.float32:
         return _flash(q_BHTD, k_BHSD, v_BHSD, scale, mask, causal)
     with OneDnnSwitch.lock:
         return _flash(q_BHTD, k_BHSD, v_BHSD, scale, mask, causal)
+
+
+def _rows_in_one_piece(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _flash(

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -20,7 +21,7 @@ from pathlib import Path
 from torpor.errors import HostCopyError
 from torpor.model.checkpoints.cache import cache_root
 
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-w")
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-pthread", "-fPIC", "-shared", "-w")
 COMPILERS = ("g++", "clang++", "c++")
 TIMEOUT_S = 300
 
@@ -51,27 +52,34 @@ def compiled() -> Path:
     return library
 
 
-def find_compiler() -> str:
-    """``$CXX``, or the first C++ compiler on the path.
+def find_compiler() -> tuple[str, ...]:
+    """The words of ``$CXX``, or the first C++ compiler on the path.
 
     Raises:
         KernelsUnavailableError: there is none.
     """
-    wanted = os.environ.get("CXX")
-    for name in (wanted,) if wanted else COMPILERS:
+    wanted = os.environ.get("CXX", "").strip()
+    for name, *arguments in [_words(wanted)] if wanted else [[each] for each in COMPILERS]:
         found = shutil.which(name)
         if found:
-            return found
+            return found, *arguments
     looked = wanted or ", ".join(COMPILERS)
     raise KernelsUnavailableError(f"no C++ compiler found ({looked}); install g++, or set CXX")
 
 
-def _compile(compiler: str, library: Path) -> None:
-    _logger.info("compiling the CPU kernels with %s, once for this processor", compiler)
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError as error:
+        raise KernelsUnavailableError(f"CXX is {command!r} ({error}); give a command") from error
+
+
+def _compile(compiler: tuple[str, ...], library: Path) -> None:
+    _logger.info("compiling the CPU kernels with %s, once for this processor", compiler[0])
     with tempfile.TemporaryDirectory(dir=library.parent) as room:
         made = Path(room) / library.name
         with resources.as_file(_sources()) as sources:
-            command = [compiler, *FLAGS, str(sources / "kernels.cpp"), "-o", str(made)]
+            command = [*compiler, *FLAGS, str(sources / "kernels.cpp"), "-o", str(made)]
             _run(command)
         # The digest first: a library without one is made again, never used.
         digest = made.with_suffix(".digest")
@@ -81,16 +89,26 @@ def _compile(compiler: str, library: Path) -> None:
 
 
 def _run(command: list[str]) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired as error:
-        raise KernelsUnavailableError(f"{command[0]} took more than {TIMEOUT_S} s") from error
+    done = _call(command)
     if done.returncode:
         said = done.stderr.strip().splitlines()[:3]
         raise KernelsUnavailableError(
             f"{command[0]} failed with status {done.returncode}: {' / '.join(said)}; "
             "a g++ from version 12 or clang++ from version 15 compiles them"
         )
+
+
+def _call(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise KernelsUnavailableError(f"{command[0]} took more than {TIMEOUT_S} s") from error
+    except OSError as error:
+        raise KernelsUnavailableError(
+            f"{command[0]} cannot be run ({error}); install g++, or set CXX"
+        ) from error
 
 
 def _is_whole(library: Path) -> bool:
@@ -113,15 +131,13 @@ def _sources() -> resources.abc.Traversable:
 
 
 @cache
-def _key(compiler: str) -> str:
+def _key(compiler: tuple[str, ...]) -> str:
     """Of the sources, the compiler and the processor."""
     parts = hashlib.blake2b(digest_size=12)
     for source in sorted(_sources().iterdir(), key=lambda each: each.name):
         parts.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    version = subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-    for text in (*FLAGS, compiler, version.stdout, platform.machine(), _processor()):
+    version = _call([*compiler, "--version"])
+    for text in (*FLAGS, *compiler, version.stdout, platform.machine(), _processor()):
         parts.update(text.encode() + b"\0")
     return parts.hexdigest()
 

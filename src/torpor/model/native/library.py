@@ -19,12 +19,6 @@ SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 """The dtypes that there are kernels for, and what the names of their functions end in."""
 
 
-class Team(ctypes.Structure):
-    """The threads that share the work; see ``team.h``."""
-
-    _fields_: ClassVar = [("parallel", _POINTER), ("thread_num", _POINTER), ("threads", _INT)]
-
-
 class Layer(ctypes.Structure):
     """One layer's attention; see ``paged.h``."""
 
@@ -100,7 +94,7 @@ class Kernels:
 
 
 class Library:
-    """The shared library, together with the OpenMP runtime of torch.
+    """The shared library, and its threads.
 
     Raises:
         KernelsUnavailableError: it cannot be loaded.
@@ -111,11 +105,11 @@ class Library:
             self._library = ctypes.CDLL(str(path))
         except OSError as error:
             raise KernelsUnavailableError(f"{path} cannot be loaded: {error}") from error
-        self._parallel, self._thread_num = _openmp()
-        self._teams: dict[int, Team] = {}
+        self._new_team = self.function("new_team", [_INT], _POINTER)
+        self._teams: dict[int, int] = {}
 
     def function(
-        self, name: str, arguments: Sequence[Any], result: type[ctypes.c_int64] | None = None
+        self, name: str, arguments: Sequence[Any], result: type[Any] | None = None
     ) -> Callable[..., Any]:
         """A function by its name."""
         function = getattr(self._library, name)
@@ -138,27 +132,12 @@ class Library:
         return int(function(ctypes.addressof(layer)))
 
     def team(self, threads: int) -> int:
-        """Address of a team of so many threads, valid as long as the library."""
+        """Address of a team of so many threads, the caller among them. It lasts as long as the
+        process; its threads sleep while nobody computes."""
         team = self._teams.get(threads)
         if team is None:
-            team = self._teams[threads] = Team(self._parallel, self._thread_num, threads)
-        return ctypes.addressof(team)
-
-
-def _openmp() -> tuple[int, int]:
-    """Addresses of two functions of the OpenMP runtime that torch itself computes with."""
-    folder = Path(torch.__file__).parent / "lib"
-    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
-        try:
-            # Already loaded: what is looked up in it is looked up in what it depends on.
-            torch_cpu = ctypes.CDLL(str(folder / name))
-            found = [getattr(torch_cpu, each) for each in ("GOMP_parallel", "omp_get_thread_num")]
-        except (OSError, AttributeError):
-            continue
-        parallel, thread_num = (ctypes.cast(each, _POINTER).value for each in found)
-        if parallel and thread_num:
-            return parallel, thread_num
-    raise KernelsUnavailableError("this torch has no OpenMP runtime to share threads with")
+            team = self._teams[threads] = self._new_team(threads)
+        return team
 
 
 @cache

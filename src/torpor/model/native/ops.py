@@ -38,7 +38,7 @@ class NativeOps:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """See `LayerOps`."""
-        if not self._takes(weight):
+        if not self._takes(x, weight, bias):
             return self._torch.linear(x, weight, bias)
         x_TI = _rows(x)
         rows, features = x_TI.shape[0], weight.shape[0]
@@ -115,8 +115,14 @@ class NativeOps:
         )
         return out
 
-    def _takes(self, weight: torch.Tensor) -> bool:
-        return weight.dtype == self._kernels.dtype and weight.is_contiguous()
+    def _takes(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        dtype = self._kernels.dtype
+        return (
+            x.dtype == weight.dtype == dtype
+            and x.shape[-1] == weight.shape[1] > 0
+            and weight.is_contiguous()
+            and (bias is None or (bias.dtype == dtype and bias.is_contiguous()))
+        )
 
     def _team(self) -> int:
         return self._kernels.library.team(torch.get_num_threads())

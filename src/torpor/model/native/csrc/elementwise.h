@@ -2,17 +2,19 @@
 
 #pragma once
 
-#include "team.h"
 #include "vectors.h"
+
+#include "team.h"
 
 // Elements below which a second thread costs more than it saves.
 constexpr int64_t kShared = 1 << 14;
 
 template <class Row>
-static void each_row(const Team* team, int64_t rows, int64_t width, Row row) {
-  together(team, rows > 1 && rows * width >= kShared, [&](int64_t thread, int64_t threads) {
-    const int64_t last = rows * (thread + 1) / threads;
-    for (int64_t i = rows * thread / threads; i < last; i++) row(i);
+static void each_row(Team* team, int64_t rows, int64_t width, Row row) {
+  const int64_t run = kShared / 4 / (width + 1) + 1, runs = (rows + run - 1) / run;
+  together(team, rows * width >= kShared, runs, [&](int64_t item, int64_t, int64_t) {
+    const int64_t last = (item + 1) * run < rows ? (item + 1) * run : rows;
+    for (int64_t i = item * run; i < last; i++) row(i);
   });
 }
 
@@ -20,7 +22,7 @@ static void each_row(const Team* team, int64_t rows, int64_t width, Row row) {
 // the checkpoints were trained. With `residual`, x is first added to it, and the sum is its new
 // value.
 template <class T>
-static void rms_norm(const Team* team, const T* x, T* residual, const T* gain, T* out, int64_t rows,
+static void rms_norm(Team* team, const T* x, T* residual, const T* gain, T* out, int64_t rows,
                      int64_t width, float eps) {
   each_row(team, rows, width, [&](int64_t i) {
     const T* from = x + i * width;
@@ -55,7 +57,7 @@ static void rms_norm(const Team* team, const T* x, T* residual, const T* gain, T
 
 // out[rows, width] = silu(gate) * up of gate_up[rows, 2 * width] (Shazeer 2020).
 template <class T>
-static void gated(const Team* team, const T* gate_up, T* out, int64_t rows, int64_t width) {
+static void gated(Team* team, const T* gate_up, T* out, int64_t rows, int64_t width) {
   each_row(team, rows, width, [&](int64_t i) {
     const T* gate = gate_up + 2 * i * width;
     const T* up = gate + width;
@@ -70,7 +72,7 @@ static void gated(const Team* team, const T* gate_up, T* out, int64_t rows, int6
 // Rotates the pairs (i, i + width / 2) of every head in place: x[rows, heads, width], rows
 // `stride` apart, by cosines and signed sines [rows, width].
 template <class T>
-static void rotate(const Team* team, T* x, const T* cosines, const T* sines, int64_t rows,
+static void rotate(Team* team, T* x, const T* cosines, const T* sines, int64_t rows,
                    int64_t heads, int64_t width, int64_t stride) {
   const int64_t half = width / 2;
   each_row(team, rows, heads * width, [&](int64_t i) {

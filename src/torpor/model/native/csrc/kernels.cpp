@@ -6,34 +6,31 @@
 #include "linear_many.h"
 
 template <class T, class C>
-static void attend(const Team* team, const Layer& layer, const Step& step, const Tokens<T>& a,
+static void attend(Team* team, const Layer& layer, const Step& step, const Tokens<T>& a,
                    float* scratch, int64_t scratch_stride) {
   write_tokens<T, C>(team, layer, step, a);
   const int64_t work = step.num_items * layer.kv_heads;
-  std::atomic<int64_t> next{0};
-  together(team, work > 1, [&](int64_t thread, int64_t) {
+  together(team, true, work, [&](int64_t number, int64_t, int64_t thread) {
     float* mine = scratch + thread * scratch_stride;
-    for (int64_t i = next++; i < work; i = next++) {
-      const Item& item = step.items[i / layer.kv_heads];
-      const int64_t head = i % layer.kv_heads;
-      if (item.form != kFew) {
-        attend_tile<T, C>(layer, step, a, item, head, mine);
-        continue;
-      }
-      for (int64_t index = item.first; index < item.first + item.count; index++)
-        attend_one<T, C>(layer, step, a, item.row, index, head, mine);
-    }
+    const Item& item = step.items[number / layer.kv_heads];
+    const int64_t head = number % layer.kv_heads;
+    if (item.form != kFew) return attend_tile<T, C>(layer, step, a, item, head, mine);
+    for (int64_t index = item.first; index < item.first + item.count; index++)
+      attend_one<T, C>(layer, step, a, item.row, index, head, mine);
   });
 }
 
 // `alike`: a row has the same bits whatever the number of rows.
-static void multiply(const Team* team, const Linear<float>& a, bool alike) {
+static void multiply(Team* team, const Linear<float>& a, bool alike) {
   if (a.M >= kManyRows && !alike) return linear_many(team, a);
   linear(team, a);
 }
-static void multiply(const Team* team, const Linear<BFloat16>& a, bool) { linear(team, a); }
+static void multiply(Team* team, const Linear<BFloat16>& a, bool) { linear(team, a); }
 
 extern "C" {
+
+// A team that is never taken down: its threads sleep when nobody calls.
+Team* new_team(int64_t threads) { return new Team(threads); }
 
 // Floats that each thread needs for `attend`, and queries of one tile.
 int64_t scratch_floats(const Layer* layer) {
@@ -43,24 +40,24 @@ int64_t scratch_floats(const Layer* layer) {
 int64_t tokens_of_a_tile(const Layer* layer) { return tile_tokens(*layer); }
 
 #define FUNCTIONS(NAME, T)                                                                        \
-  void linear_##NAME(const Team* team, const T* x, const T* w, const T* bias, T* y, int64_t m,    \
+  void linear_##NAME(Team* team, const T* x, const T* w, const T* bias, T* y, int64_t m,    \
                      int64_t n, int64_t k, int64_t x_stride, int64_t y_stride, int64_t alike) {   \
     multiply(team, Linear<T>{x, w, bias, y, m, n, k, x_stride, y_stride}, alike);                 \
   }                                                                                               \
-  void rms_norm_##NAME(const Team* team, const T* x, T* residual, const T* gain, T* out,          \
+  void rms_norm_##NAME(Team* team, const T* x, T* residual, const T* gain, T* out,          \
                        int64_t rows, int64_t width, float eps) {                                  \
     rms_norm(team, x, residual, gain, out, rows, width, eps);                                     \
   }                                                                                               \
-  void gated_##NAME(const Team* team, const T* gate_up, T* out, int64_t rows, int64_t width) {    \
+  void gated_##NAME(Team* team, const T* gate_up, T* out, int64_t rows, int64_t width) {    \
     gated(team, gate_up, out, rows, width);                                                       \
   }                                                                                               \
-  void rotate_##NAME(const Team* team, T* x, const T* cosines, const T* sines, int64_t rows,      \
+  void rotate_##NAME(Team* team, T* x, const T* cosines, const T* sines, int64_t rows,      \
                      int64_t heads, int64_t width, int64_t stride) {                              \
     rotate(team, x, cosines, sines, rows, heads, width, stride);                                  \
   }
 
 #define ATTENTION(NAME, T, C)                                                                     \
-  void attend_##NAME(const Team* team, const Layer* layer, const Step* step, const Tokens<T>* a,  \
+  void attend_##NAME(Team* team, const Layer* layer, const Step* step, const Tokens<T>* a,  \
                      float* scratch, int64_t scratch_stride) {                                    \
     attend<T, C>(team, *layer, *step, *a, scratch, scratch_stride);                               \
   }

@@ -5,8 +5,9 @@
 
 #pragma once
 
-#include "team.h"
 #include "vectors.h"
+
+#include "team.h"
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -116,25 +117,24 @@ static void columns(const Linear<T>& a, int64_t m, int64_t end, int64_t n, const
 }
 
 template <class T>
-static void linear(const Team* team, const Linear<T>& a) {
+static void linear(Team* team, const Linear<T>& a) {
   const int64_t tiles = (a.N + kWide - 1) / kWide;
   int64_t rows = kRowsBytes / (a.K * static_cast<int64_t>(sizeof(T))) / 4 * 4;
   if (rows < 4) rows = 4;
-  // Taken in runs as threads get to them: on a machine that is shared, one is often slower.
   const int64_t runs = (tiles + kRun - 1) / kRun, blocks = (a.M + rows - 1) / rows;
-  std::atomic<int64_t> next{0};
-  together(team, a.M * a.N * a.K >= 1 << 15, [&](int64_t, int64_t) {
-    for (int64_t i = next++; i < runs * blocks; i = next++) {
-      const int64_t m = i / runs * rows, end = m + rows < a.M ? m + rows : a.M;
-      const int64_t first = i % runs * kRun, last = first + kRun < tiles ? first + kRun : tiles;
-      for (int64_t tile = first; tile < last; tile++) {
-        int64_t n = tile * kWide;
-        if (n + kWide <= a.N) {
-          const T* ahead = n + 2 * kWide <= a.N ? a.w + (n + kWide) * a.K : nullptr;
-          columns<T, kWide>(a, m, end, n, ahead);
-        } else {
-          for (; n < a.N; n++) columns<T, 1>(a, m, end, n, nullptr);
-        }
+  const bool worth_it = a.M * a.N * a.K >= 1 << 15;
+  together(team, worth_it, runs * blocks, [&](int64_t item, int64_t upcoming, int64_t) {
+    const int64_t m = item / runs * rows, end = m + rows < a.M ? m + rows : a.M;
+    const int64_t first = item % runs * kRun, last = first + kRun < tiles ? first + kRun : tiles;
+    const int64_t then = upcoming < runs * blocks ? upcoming % runs * kRun : tiles;
+    for (int64_t tile = first; tile < last; tile++) {
+      int64_t n = tile * kWide;
+      if (n + kWide <= a.N) {
+        const int64_t after = tile + 1 < last ? tile + 1 : then;
+        const T* ahead = (after + 1) * kWide <= a.N ? a.w + after * kWide * a.K : nullptr;
+        columns<T, kWide>(a, m, end, n, ahead);
+      } else {
+        for (; n < a.N; n++) columns<T, 1>(a, m, end, n, nullptr);
       }
     }
   });

@@ -29,19 +29,16 @@ static void panel(const Linear<float>& a, int64_t m, int64_t rows, int64_t n, in
            {a.y + m * a.y_stride + n, a.y_stride, k > 0, nullptr});
 }
 
-static void linear_many(const Team* team, const Linear<float>& a) {
+static void linear_many(Team* team, const Linear<float>& a) {
   const int64_t panels = a.N / kPanel, blocks = (a.M + kBlockRows - 1) / kBlockRows;
-  std::atomic<int64_t> next{0};
-  together(team, true, [&](int64_t, int64_t) {
-    for (int64_t i = next++; i < panels * blocks; i = next++) {
-      const int64_t n = i / blocks * kPanel, m = i % blocks * kBlockRows;
-      const int64_t rows = a.M - m < kBlockRows ? a.M - m : kBlockRows;
-      for (int64_t k = 0; k < a.K; k += kDepth)
-        panel(a, m, rows, n, k, a.K - k < kDepth ? a.K - k : kDepth);
-      if (!a.bias) continue;
-      for (int64_t j = m; j < m + rows; j++)
-        for (int64_t p = n; p < n + kPanel; p++) a.y[j * a.y_stride + p] += a.bias[p];
-    }
+  together(team, true, panels * blocks, [&](int64_t item, int64_t, int64_t) {
+    const int64_t n = item / blocks * kPanel, m = item % blocks * kBlockRows;
+    const int64_t rows = a.M - m < kBlockRows ? a.M - m : kBlockRows;
+    for (int64_t k = 0; k < a.K; k += kDepth)
+      panel(a, m, rows, n, k, a.K - k < kDepth ? a.K - k : kDepth);
+    if (!a.bias) return;
+    for (int64_t j = m; j < m + rows; j++)
+      for (int64_t p = n; p < n + kPanel; p++) a.y[j * a.y_stride + p] += a.bias[p];
   });
   Linear<float> rest = a;
   const int64_t done = panels * kPanel;

@@ -2,8 +2,7 @@
 
 #pragma once
 
-#include "team.h"
-#include "vectors.h"
+#include "elementwise.h"
 
 // One layer. Inside a block lie its keys [kv_heads, block_size, k_dim], then its values.
 struct Layer {
@@ -84,22 +83,18 @@ INLINE void copy(const T* from, C* to, int64_t count) {
 
 // Stores the new tokens' keys and values, rounded as the cache rounds.
 template <class T, class C>
-static void write_tokens(const Team* team, const Layer& layer, const Step& step,
-                         const Tokens<T>& a) {
+static void write_tokens(Team* team, const Layer& layer, const Step& step, const Tokens<T>& a) {
   const int64_t width = layer.kv_heads * (layer.k_dim + layer.v_dim);
   C* arena = static_cast<C*>(layer.arena);
-  together(team, step.tokens * width >= 1 << 16, [&](int64_t thread, int64_t threads) {
-    const int64_t last = step.tokens * (thread + 1) / threads;
-    for (int64_t t = step.tokens * thread / threads; t < last; t++) {
-      const int64_t block = step.slots[t] / layer.block_size, at = step.slots[t] % layer.block_size;
-      C* base = arena + block * layer.block_elements;
-      for (int64_t head = 0; head < layer.kv_heads; head++) {
-        const int64_t place = head * layer.block_size + at;
-        copy(a.k + t * a.k_stride + head * layer.k_dim,
-             base + layer.key_offset + place * layer.k_dim, layer.k_dim);
-        copy(a.v + t * a.v_stride + head * layer.v_dim,
-             base + layer.value_offset + place * layer.v_dim, layer.v_dim);
-      }
+  each_row(team, step.tokens, width, [&](int64_t t) {
+    const int64_t block = step.slots[t] / layer.block_size, at = step.slots[t] % layer.block_size;
+    C* base = arena + block * layer.block_elements;
+    for (int64_t head = 0; head < layer.kv_heads; head++) {
+      const int64_t place = head * layer.block_size + at;
+      copy(a.k + t * a.k_stride + head * layer.k_dim, base + layer.key_offset + place * layer.k_dim,
+           layer.k_dim);
+      copy(a.v + t * a.v_stride + head * layer.v_dim,
+           base + layer.value_offset + place * layer.v_dim, layer.v_dim);
     }
   });
 }

@@ -1,33 +1,129 @@
-// Work shared by the threads that torch computes with: its own OpenMP runtime, handed in by address.
+// Threads that share the work of one call, as far as they get to it.
 //
-// A second runtime beside it would fight for the same processors.
+// The caller never waits for a thread that has not begun: on a machine that is shared, a thread
+// without a processor costs a part of the speed, where the barriers of OpenMP cost a time slice of
+// the scheduler each. Nothing in a result depends on who computed it.
 
 #pragma once
 
-#include <atomic>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
 
-struct Team {
-  // The entry point of the GNU OpenMP interface, which every OpenMP runtime has.
-  void (*parallel)(void (*work)(void*), void* data, unsigned threads, unsigned flags);
-  int (*thread_num)();
-  int64_t threads;
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+INLINE void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+class Team {
+ public:
+  // `threads` counts the caller. Fewer if the system gives no more.
+  explicit Team(int64_t threads) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are the interpreter's
+    try {
+      for (int64_t i = 1; i < threads; i++) {
+        std::thread([this, i] { help(i); }).detach();
+        helpers_++;
+      }
+    } catch (const std::system_error&) {
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  // Calls work(data, thread) here as thread 0, and on the others until this one returns.
+  void run(void (*work)(void*, int64_t), void* data) {
+    // Another caller, or a fork while there was one: then alone.
+    std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
+    if (!helpers_ || !turn.owns_lock()) return work(data, 0);
+    work_ = work, data_ = data;
+    gate_.store((generation_ += kGeneration) | kOpen, std::memory_order_release);
+    calls_.fetch_add(1);
+    calls_.notify_all();
+    work(data, 0);
+    gate_.fetch_and(~kOpen);
+    for (int64_t spins = 0; gate_.load(std::memory_order_acquire) & kInside; spins++)
+      spins < 1000 ? pause_briefly() : static_cast<void>(sched_yield());
+  }
+
+ private:
+  static constexpr uint64_t kOpen = uint64_t{1} << 31, kInside = kOpen - 1,
+                            kGeneration = uint64_t{1} << 32;
+
+  void help(int64_t thread) {
+    uint64_t seen = 0;
+    for (;;) {
+      const uint32_t calls = calls_.load();
+      const auto asleep_at = std::chrono::steady_clock::now() + std::chrono::microseconds(100);
+      bool entered = false;
+      do {
+        for (int i = 0; i < 64 && !entered; i++) {
+          entered = enter(&seen);
+          if (!entered) pause_briefly();
+        }
+      } while (!entered && std::chrono::steady_clock::now() < asleep_at);
+      if (!entered) {
+        calls_.wait(calls);
+        continue;
+      }
+      work_(data_, thread);
+      gate_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  // Whether there is work that this thread has not seen; if so, the caller waits for it.
+  bool enter(uint64_t* seen) {
+    uint64_t gate = gate_.load(std::memory_order_acquire);
+    while ((gate & kOpen) && gate / kGeneration != *seen)
+      if (gate_.compare_exchange_weak(gate, gate + 1, std::memory_order_acq_rel)) {
+        *seen = gate / kGeneration;
+        return true;
+      }
+    return false;
+  }
+
+  std::mutex turn_;
+  void (*work_)(void*, int64_t) = nullptr;
+  void* data_ = nullptr;
+  uint64_t generation_ = 0;
+  int64_t helpers_ = 0;
+  alignas(64) std::atomic<uint64_t> gate_{0};  // number of the call, whether it is open, who is in
+  alignas(64) std::atomic<uint32_t> calls_{0};
 };
 
-// Calls work(thread, threads) on each thread; alone where the work is too little to share.
+// Calls work(item, upcoming, thread) for items 0 .. count - 1, each once, on the threads of a team;
+// alone where there is too little to share. `upcoming` is the thread's next item, count or more if
+// there is none.
 template <class Work>
-static void together(const Team* team, bool worth_it, Work work) {
-  struct Job {
-    Work* work;
-    const Team* team;
-    static void run(void* data) {
-      Job* job = static_cast<Job*>(data);
-      (*job->work)(static_cast<int64_t>(job->team->thread_num()), job->team->threads);
-    }
-  };
-  if (!worth_it || team->threads == 1) {
-    work(int64_t{0}, int64_t{1});
+static void together(Team* team, bool worth_it, int64_t count, Work work) {
+  if (!worth_it || count < 2) {
+    for (int64_t item = 0; item < count; item++) work(item, item + 1, int64_t{0});
     return;
   }
-  Job job{&work, team};
-  team->parallel(&Job::run, &job, static_cast<unsigned>(team->threads), 0);
+  struct Job {
+    Work* work;
+    int64_t count;
+    std::atomic<int64_t> next;
+    static void run(void* data, int64_t thread) {
+      Job* job = static_cast<Job*>(data);
+      // The next one is claimed early, so that what it needs can be fetched in time.
+      for (int64_t item = job->next++, upcoming; item < job->count; item = upcoming) {
+        upcoming = job->next++;
+        (*job->work)(item, upcoming, thread);
+      }
+    }
+  };
+  Job job{&work, count, {0}};
+  team->run(&Job::run, &job);
 }
