@@ -12,7 +12,7 @@ constexpr int64_t kShared = 1 << 14;
 template <class Row>
 static void each_row(Team* team, int64_t rows, int64_t width, Row row) {
   const int64_t run = kShared / 4 / (width + 1) + 1, runs = (rows + run - 1) / run;
-  together(team, rows * width >= kShared, runs, [&](int64_t item, int64_t, int64_t) {
+  together(team, rows * width >= kShared, runs, [&](int64_t item, int64_t, const auto&) {
     const int64_t last = (item + 1) * run < rows ? (item + 1) * run : rows;
     for (int64_t i = item * run; i < last; i++) row(i);
   });

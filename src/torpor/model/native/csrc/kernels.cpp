@@ -10,7 +10,7 @@ static void attend(Team* team, const Layer& layer, const Step& step, const Token
                    float* scratch, int64_t scratch_stride) {
   write_tokens<T, C>(team, layer, step, a);
   const int64_t work = step.num_items * layer.kv_heads;
-  together(team, true, work, [&](int64_t number, int64_t, int64_t thread) {
+  together(team, true, work, [&](int64_t number, int64_t thread, const auto&) {
     float* mine = scratch + thread * scratch_stride;
     const Item& item = step.items[number / layer.kv_heads];
     const int64_t head = number % layer.kv_heads;

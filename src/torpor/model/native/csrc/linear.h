@@ -16,7 +16,7 @@
 // Rows of x that stay in the processor's cache while all weights pass by.
 constexpr int64_t kRowsBytes = 384 << 10;
 
-constexpr int64_t kRun = 8;  // tiles of weights that a thread takes at a time
+constexpr int64_t kRun = 4;  // tiles of weights that a thread takes at a time
 
 // How many elements of K one step takes, and one step of it.
 template <class T>
@@ -63,9 +63,16 @@ struct Linear {
   int64_t M, N, K, x_stride, y_stride;
 };
 
-// NR outputs of MR rows. `ahead`, if not null, is fetched into the cache meanwhile.
+// Rows of weights to fetch into the cache while others are multiplied with.
+template <class T>
+struct Ahead {
+  const T* rows;
+  int count;
+};
+
+// NR outputs of MR rows.
 template <class T, int NR, int MR>
-INLINE void outputs(const Linear<T>& a, int64_t m, int64_t n, const T* ahead) {
+INLINE void outputs(const Linear<T>& a, int64_t m, int64_t n, const Ahead<T>& ahead) {
   using D = Dot<T>;
   const T* x = a.x + m * a.x_stride;
   const T* w = a.w + n * a.K;
@@ -76,7 +83,7 @@ INLINE void outputs(const Linear<T>& a, int64_t m, int64_t n, const T* ahead) {
 #pragma GCC unroll 8
     for (int i = 0; i < NR; i++) {
       weights[i] = D::get(w + i * a.K + k);
-      if (ahead) __builtin_prefetch(ahead + i * a.K + k, 0, 2);
+      if (i < ahead.count) __builtin_prefetch(ahead.rows + i * a.K + k, 0, 2);
     }
 #pragma GCC unroll 8
     for (int j = 0; j < MR; j++) {
@@ -107,13 +114,22 @@ INLINE void outputs(const Linear<T>& a, int64_t m, int64_t n, const T* ahead) {
   }
 }
 
+// NR outputs of rows m .. end - 1. What is fetched ahead, null or kWide rows of weights, is spread
+// over them: memory is never idle then.
 template <class T, int NR>
 static void columns(const Linear<T>& a, int64_t m, int64_t end, int64_t n, const T* ahead) {
   static_assert(kAcross == 4);
-  for (; m + 4 <= end; m += 4, ahead = nullptr) outputs<T, NR, 4>(a, m, n, ahead);
-  if (end - m == 3) outputs<T, NR, 3>(a, m, n, ahead);
-  if (end - m == 2) outputs<T, NR, 2>(a, m, n, ahead);
-  if (end - m == 1) outputs<T, NR, 1>(a, m, n, ahead);
+  const int parts = static_cast<int>((end - m + 3) / 4), each = (kWide + parts - 1) / parts;
+  int fetched = ahead ? 0 : kWide;
+  const auto next = [&] {
+    const Ahead<T> part{ahead ? ahead + fetched * a.K : nullptr, each < kWide - fetched ? each : kWide - fetched};
+    fetched += part.count;
+    return part;
+  };
+  for (; m + 4 <= end; m += 4) outputs<T, NR, 4>(a, m, n, next());
+  if (end - m == 3) outputs<T, NR, 3>(a, m, n, next());
+  if (end - m == 2) outputs<T, NR, 2>(a, m, n, next());
+  if (end - m == 1) outputs<T, NR, 1>(a, m, n, next());
 }
 
 template <class T>
@@ -123,14 +139,14 @@ static void linear(Team* team, const Linear<T>& a) {
   if (rows < 4) rows = 4;
   const int64_t runs = (tiles + kRun - 1) / kRun, blocks = (a.M + rows - 1) / rows;
   const bool worth_it = a.M * a.N * a.K >= 1 << 15;
-  together(team, worth_it, runs * blocks, [&](int64_t item, int64_t upcoming, int64_t) {
+  together(team, worth_it, runs * blocks, [&](int64_t item, int64_t, const auto& next) {
     const int64_t m = item / runs * rows, end = m + rows < a.M ? m + rows : a.M;
     const int64_t first = item % runs * kRun, last = first + kRun < tiles ? first + kRun : tiles;
-    const int64_t then = upcoming < runs * blocks ? upcoming % runs * kRun : tiles;
     for (int64_t tile = first; tile < last; tile++) {
       int64_t n = tile * kWide;
       if (n + kWide <= a.N) {
-        const int64_t after = tile + 1 < last ? tile + 1 : then;
+        // What is given out next is likely this thread's: its weights can be on their way.
+        const int64_t after = tile + 1 < last ? tile + 1 : next.load() % runs * kRun;
         const T* ahead = (after + 1) * kWide <= a.N ? a.w + after * kWide * a.K : nullptr;
         columns<T, kWide>(a, m, end, n, ahead);
       } else {

@@ -31,7 +31,7 @@ static void panel(const Linear<float>& a, int64_t m, int64_t rows, int64_t n, in
 
 static void linear_many(Team* team, const Linear<float>& a) {
   const int64_t panels = a.N / kPanel, blocks = (a.M + kBlockRows - 1) / kBlockRows;
-  together(team, true, panels * blocks, [&](int64_t item, int64_t, int64_t) {
+  together(team, true, panels * blocks, [&](int64_t item, int64_t, const auto&) {
     const int64_t n = item / blocks * kPanel, m = item % blocks * kBlockRows;
     const int64_t rows = a.M - m < kBlockRows ? a.M - m : kBlockRows;
     for (int64_t k = 0; k < a.K; k += kDepth)

@@ -102,28 +102,23 @@ class Team {
   alignas(64) std::atomic<uint32_t> calls_{0};
 };
 
-// Calls work(item, upcoming, thread) for items 0 .. count - 1, each once, on the threads of a team;
-// alone where there is too little to share. `upcoming` is the thread's next item, count or more if
-// there is none.
+// Calls work(item, thread, next) for items 0 .. count - 1, each once, on the threads of a team; alone
+// where there is too little to share. `next` is the item that is given out next, to be looked at.
 template <class Work>
 static void together(Team* team, bool worth_it, int64_t count, Work work) {
-  if (!worth_it || count < 2) {
-    for (int64_t item = 0; item < count; item++) work(item, item + 1, int64_t{0});
-    return;
-  }
   struct Job {
     Work* work;
     int64_t count;
     std::atomic<int64_t> next;
     static void run(void* data, int64_t thread) {
       Job* job = static_cast<Job*>(data);
-      // The next one is claimed early, so that what it needs can be fetched in time.
-      for (int64_t item = job->next++, upcoming; item < job->count; item = upcoming) {
-        upcoming = job->next++;
-        (*job->work)(item, upcoming, thread);
-      }
+      for (int64_t item = job->next++; item < job->count; item = job->next++)
+        (*job->work)(item, thread, job->next);
     }
   };
   Job job{&work, count, {0}};
-  team->run(&Job::run, &job);
+  if (worth_it && count > 1)
+    team->run(&Job::run, &job);
+  else
+    Job::run(&job, 0);
 }
