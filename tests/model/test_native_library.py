@@ -12,7 +12,7 @@ import torch
 from tests.model.native_kernels import native_library
 
 from torpor.model.native.compiler import KernelsUnavailableError
-from torpor.model.native.library import Kernels, Library, load_library
+from torpor.model.native.library import Library, load_library
 from torpor.model.native.ops import NativeOps
 
 
@@ -33,14 +33,14 @@ def test_the_library_is_loaded_once_and_has_one_team_of_each_size() -> None:
 def test_there_are_no_kernels_for_other_dtypes() -> None:
     library = native_library()
     with pytest.raises(KernelsUnavailableError, match=r"no CPU kernels for torch\.float16"):
-        Kernels(library, torch.float16)
+        NativeOps(library, torch.float16)
 
 
 def product() -> torch.Tensor:
     """A product and a norm that are large enough to be shared."""
     random = torch.Generator().manual_seed(0)
     x, weight = torch.randn(70, 300, generator=random), torch.randn(301, 300, generator=random)
-    ops = NativeOps(Kernels(native_library(), torch.float32))
+    ops = NativeOps(native_library(), torch.float32)
     return ops.rms_norm(ops.linear(x, weight, None), weight[:, 0], 1e-5)
 
 
@@ -53,7 +53,7 @@ def test_more_threads_than_processors_or_pieces_of_work(threads: int) -> None:
 
 
 def test_threads_that_compute_at_once_do_not_disturb_each_other() -> None:
-    ops, right = NativeOps(Kernels(native_library(), torch.float32)), []
+    ops, right = NativeOps(native_library(), torch.float32), []
     random = torch.Generator().manual_seed(0)
     weight = torch.randn(200, 512, generator=random)
     inputs = [torch.randn(rows, 512, generator=random) for rows in (8, 13, 21)]

@@ -19,7 +19,6 @@ from torpor.model.config.config import RopeConfig, parse_config
 from torpor.model.layers.decoder import DecoderForCausalLM
 from torpor.model.layers.layers import RotaryEmbedding
 from torpor.model.layers.ops import TorchOps, use_ops
-from torpor.model.native.library import Kernels
 from torpor.model.native.ops import NativeOps
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -32,7 +31,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 def native(dtype: torch.dtype, *, batch_invariant: bool = False) -> NativeOps:
     """The operations in a dtype."""
-    return NativeOps(Kernels(native_library(), dtype), batch_invariant=batch_invariant)
+    return NativeOps(native_library(), dtype, batch_invariant=batch_invariant)
 
 
 def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +13,11 @@ from torpor.model.attention.torch_attention import TorchAttention
 from torpor.model.layers.linear_kernels import linear_kernel
 from torpor.model.layers.ops import LayerOps, TorchOps, gated, gated_by_rows
 from torpor.model.native.attention import NativeAttention
+from torpor.model.native.calls import Calls
 from torpor.model.native.compiler import KernelsUnavailableError
-from torpor.model.native.library import SUFFIXES, Kernels, load_library
+from torpor.model.native.library import SUFFIXES, Library, load_library
 from torpor.model.native.ops import NativeOps
+from torpor.model.native.replay import Replay
 
 if TYPE_CHECKING:
     from torpor.engine.args import EngineArgs
@@ -26,36 +29,62 @@ _logger = logging.getLogger(__name__)
 
 
 def choose_backends(
-    args: EngineArgs, memory: KVCacheMemory, allocate: Allocate
+    args: EngineArgs,
+    memory: KVCacheMemory,
+    allocate: Allocate,
+    *,
+    weights_epoch: Callable[[], int] = lambda: 0,
 ) -> tuple[LayerOps, AttentionBackend]:
     """The operations of the layers, and attention over the paged cache.
+
+    Args:
+        args: which kernels, and whether bits must not depend on the batch.
+        memory: the paged cache.
+        allocate: gives scratch memory.
+        weights_epoch: of the weights as they are now.
 
     Raises:
         ArgumentError: compiled kernels are asked for and cannot be had.
     """
-    kernels = _kernels(args.cpu_kernels, memory.kv)
+    library = _library(args.cpu_kernels, memory.kv)
+    if library is None:
+        return _torch(args, memory, allocate)
+    calls, invariant = Calls(library), args.batch_invariant
+    ops = NativeOps(
+        library,
+        memory.kv.dtype,
+        batch_invariant=invariant,
+        calls=calls,
+        replay=Replay(calls, allocate, epoch=weights_epoch),
+    )
+    attention = NativeAttention(
+        memory.kv,
+        memory.layout,
+        library=library,
+        calls=calls,
+        allocate=allocate,
+        batch_invariant=invariant,
+    )
+    return ops, attention
+
+
+def _torch(
+    args: EngineArgs, memory: KVCacheMemory, allocate: Allocate
+) -> tuple[LayerOps, AttentionBackend]:
     invariant = args.batch_invariant
-    if kernels is not None:
-        return NativeOps(kernels, batch_invariant=invariant), NativeAttention(
-            memory.kv,
-            memory.layout,
-            library=kernels.library,
-            allocate=allocate,
-            batch_invariant=invariant,
-        )
     linear = linear_kernel(memory.kv.dtype, batch_invariant=invariant, allocate=allocate)
     return TorchOps(linear, gated_by_rows if invariant else gated), TorchAttention(
         memory.kv, memory.layout, allocate=allocate, batch_invariant=invariant
     )
 
 
-def _kernels(wanted: str, kv: torch.Tensor) -> Kernels | None:
+def _library(wanted: str, kv: torch.Tensor) -> Library | None:
     if wanted == "torch" or (wanted == "auto" and not has_kernels(kv)):
         return None
     try:
         if not has_kernels(kv):
             raise KernelsUnavailableError(f"they have no {kv.dtype} on {kv.device}")
-        return Kernels(load_library(), kv.dtype)
+        return load_library()
     except KernelsUnavailableError as error:
         if wanted == "native":
             raise ArgumentError(

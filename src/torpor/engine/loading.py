@@ -129,7 +129,9 @@ def _core(
         if sleeper.tag_states["kv_cache"] != "released":
             memory.poison(block_ids)
 
-    ops, attention = choose_backends(args, memory, scratch)
+    ops, attention = choose_backends(
+        args, memory, scratch, weights_epoch=lambda: sleeper.weights_epoch
+    )
     use_ops(module, ops)
     cache = KVCacheManager(
         memory.specs,

@@ -6,6 +6,8 @@ are one parameter, and so are gate and up: fewer and larger products, which smal
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 
@@ -125,7 +127,7 @@ class DecoderLayer(nn.Module):
         return self.mlp(x_TD), residual_TD
 
 
-class Decoder(nn.Module):
+class Decoder(OpsModule):
     """Embedding, layers and final norm."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -143,9 +145,15 @@ class Decoder(nn.Module):
         """int64 ids and positions [T] to hidden states [T, D]."""
         x_TD = self.embed_tokens(ids_T)
         rope = self.rotary_emb(positions_T, x_TD.dtype)
+        compute = functools.partial(self._compute_layers, attn)
+        return self.ops.replayable(compute, x_TD, *rope)
+
+    def _compute_layers(
+        self, attn: AttentionContext, x_TD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
         residual_TD: torch.Tensor | None = None
         for layer in self.layers:
-            x_TD, residual_TD = layer(x_TD, residual_TD, rope, attn)
+            x_TD, residual_TD = layer(x_TD, residual_TD, (cos, sin), attn)
         assert residual_TD is not None, "a model has at least one layer"
         return self.norm.add(x_TD, residual_TD)[0]
 

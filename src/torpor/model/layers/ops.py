@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+Compute = Callable[..., torch.Tensor]
+
 
 class LayerOps(Protocol):
     """What a decoder layer computes with."""
@@ -38,6 +40,15 @@ class LayerOps(Protocol):
 
     def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
         """``silu(gate) * up`` of [..., 2 * I], gate first: [..., I] (SwiGLU, Shazeer 2020)."""
+        ...
+
+    def replayable(self, compute: Compute, *inputs: torch.Tensor) -> torch.Tensor:
+        """``compute(*inputs)``; the result holds until the next call.
+
+        Args:
+            compute: depends on its inputs, on weights, and on what attention was told of the step.
+            inputs: [T, ...] each; they may be overwritten.
+        """
         ...
 
     def rotate(
@@ -88,6 +99,10 @@ class TorchOps:
         """See `LayerOps`."""
         residual = residual + x
         return self.rms_norm(residual, gain, eps), residual
+
+    def replayable(self, compute: Compute, *inputs: torch.Tensor) -> torch.Tensor:
+        """See `LayerOps`."""
+        return compute(*inputs)
 
     def rotate(
         self, x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor

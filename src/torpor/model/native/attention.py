@@ -14,6 +14,7 @@ import torch
 from torpor.model.attention.interface import AttentionBatch, AttentionSpec, Capabilities
 from torpor.model.attention.kv_layout import KVLayout
 from torpor.model.machine.scratch import Allocate
+from torpor.model.native.calls import Calls
 from torpor.model.native.library import SUFFIXES, Layer, Library, Step, Tokens
 
 FEW_QUERIES = 16
@@ -42,6 +43,7 @@ class NativeAttention:
         kv: the arena [num_blocks, layout.elements_per_block].
         layout: where layers lie in a block.
         library: the kernels; they have float32 and bfloat16, for layers and for the cache.
+        calls: of one engine, those of its layers included; None for calls of its own.
         allocate: gives scratch memory, see `Allocate`; called only here.
         batch_invariant: make a token's bits independent of how its row is chunked; of the other
             rows they always are. Slower for prompts.
@@ -56,13 +58,15 @@ class NativeAttention:
         layout: KVLayout,
         *,
         library: Library,
+        calls: Calls | None = None,
         allocate: Allocate,
         batch_invariant: bool = False,
     ) -> None:
         layout.check_arena(kv)
         self._kv = kv
         self._library = library
-        self._functions = {dtype: library.attend(dtype, kv.dtype) for dtype in SUFFIXES}
+        self._calls = Calls(library) if calls is None else calls
+        self._kernels = {dtype: library.kernel("attend", dtype, kv.dtype) for dtype in SUFFIXES}
         self._batch_invariant = batch_invariant
         self._layers = {layer: _layer(kv, layout, spec) for layer, spec in layout.specs.items()}
         self._threads = torch.get_num_threads()
@@ -74,6 +78,8 @@ class NativeAttention:
         self._team = library.team(self._threads)
         self._batch: _Batch | None = None
         self._steps: dict[tuple[int, int], tuple[Step, np.ndarray]] = {}
+        """By heads of a KV head and tokens of a tile. Kept calls know a structure by its address:
+        each step writes into the same ones."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -95,7 +101,8 @@ class NativeAttention:
         tables_RB, slots_T = batch.block_tables_RB.contiguous(), batch.slots_T.contiguous()
         contexts_R = np.array(batch.context_lens, dtype=np.int64)
         self._batch = _Batch(batch, tables_RB, slots_T, starts_R, contexts_R)
-        self._steps.clear()
+        for geometry, (step, _) in self._steps.items():
+            self._steps[geometry] = step, self._plan(step, *geometry)
         # Scratch memory is for the threads there were; torch may have been told of another number.
         threads = min(torch.get_num_threads(), self._threads)
         self._team = self._library.team(threads)
@@ -134,7 +141,7 @@ class NativeAttention:
         lse_TH: torch.Tensor | None,
     ) -> torch.Tensor:
         q_THD, k_THD, v_THD = map(_with_heads_together, (q_THD, k_THD, v_THD))
-        out_THD = q_THD.new_empty((*q_THD.shape[:2], spec.v_dim))
+        out_THD = self._calls.empty((*q_THD.shape[:2], spec.v_dim), q_THD.dtype)
         tokens = Tokens(
             q_THD.data_ptr(),
             k_THD.data_ptr(),
@@ -145,11 +152,12 @@ class NativeAttention:
             out_THD.data_ptr(),
             None if lse_TH is None else lse_TH.data_ptr(),
         )
-        self._functions[q_THD.dtype](
+        self._calls.call(
+            self._kernels[q_THD.dtype],
             self._team,
             ctypes.addressof(self._layers[spec.layer]),
             ctypes.addressof(self._step(spec)),
-            ctypes.addressof(tokens),
+            self._calls.pin(tokens),
             self._scratch.data_ptr(),
             self._stride,
         )
@@ -159,13 +167,15 @@ class NativeAttention:
         group, tile = spec.num_heads // spec.num_kv_heads, self._tile_tokens[spec.layer]
         made = self._steps.get((group, tile))
         if made is None:
-            made = self._steps[group, tile] = self._plan(group, tile)
+            step = Step()
+            made = self._steps[group, tile] = step, self._plan(step, group, tile)
         return made[0]
 
-    def _plan(self, group: int, tile: int) -> tuple[Step, np.ndarray]:
-        step = self._batch
-        assert step is not None, "attend() before begin()"
-        batch = step.batch
+    def _plan(self, step: Step, group: int, tile: int) -> np.ndarray:
+        """Write a step's structure; the items it points to."""
+        rows = self._batch
+        assert rows is not None, "attend() before begin()"
+        batch = rows.batch
         items: list[tuple[int, int, int, int]] = []
         for row, count in enumerate(batch.query_lens):
             few = self._batch_invariant or count * group <= FEW_QUERIES
@@ -177,17 +187,15 @@ class NativeAttention:
         contexts = batch.context_lens
         items.sort(key=lambda item: -item[2] * (contexts[item[0]] + item[1] + item[2]))
         items_N4 = np.array(items, dtype=np.int64)
-        made = Step(
-            step.tables_RB.data_ptr(),
-            step.tables_RB.shape[1],
-            step.starts_R.ctypes.data,
-            step.contexts_R.ctypes.data,
-            step.slots_T.data_ptr(),
-            len(step.slots_T),
-            items_N4.ctypes.data,
-            len(items),
-        )
-        return made, items_N4
+        step.tables = rows.tables_RB.data_ptr()
+        step.table_width = rows.tables_RB.shape[1]
+        step.starts = rows.starts_R.ctypes.data
+        step.contexts = rows.contexts_R.ctypes.data
+        step.slots = rows.slots_T.data_ptr()
+        step.tokens = len(rows.slots_T)
+        step.items = items_N4.ctypes.data
+        step.num_items = len(items)
+        return items_N4
 
 
 def _with_heads_together(x_THD: torch.Tensor) -> torch.Tensor:

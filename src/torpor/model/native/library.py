@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -61,36 +62,12 @@ class Tokens(ctypes.Structure):
     ]
 
 
-_ARGUMENTS: dict[str, list[Any]] = {
-    "linear": [_POINTER] * 5 + [_INT] * 6,
-    "rms_norm": [_POINTER] * 5 + [_INT] * 2 + [ctypes.c_float],
-    "gated": [_POINTER] * 3 + [_INT] * 2,
-    "rotate": [_POINTER] * 4 + [_INT] * 4,
-}
-_ATTEND = [_POINTER] * 5 + [_INT]
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One compiled function."""
 
-
-class Kernels:
-    """The functions for one dtype. Every pointer is to memory of that dtype unless it says else."""
-
-    linear: Callable[..., None]
-    rms_norm: Callable[..., None]
-    gated: Callable[..., None]
-    rotate: Callable[..., None]
-
-    def __init__(self, library: Library, dtype: torch.dtype) -> None:
-        """Look them up.
-
-        Raises:
-            KernelsUnavailableError: there are none for this dtype.
-        """
-        if dtype not in SUFFIXES:
-            raise KernelsUnavailableError(f"there are no CPU kernels for {dtype}")
-        self.library = library
-        self.dtype = dtype
-        for name, arguments in _ARGUMENTS.items():
-            function = library.function(f"{name}_{SUFFIXES[dtype]}", arguments)
-            setattr(self, name, function)
+    function: Callable[[Any], None]
+    address: int
 
 
 class Library:
@@ -105,6 +82,7 @@ class Library:
             self._library = ctypes.CDLL(str(path))
         except OSError as error:
             raise KernelsUnavailableError(f"{path} cannot be loaded: {error}") from error
+        self._repeat = self.function("repeat", [_POINTER, _INT])
         self._new_team = self.function("new_team", [_INT], _POINTER)
         self._teams: dict[int, int] = {}
 
@@ -117,9 +95,23 @@ class Library:
         function.restype = result
         return function  # type: ignore[no-any-return]
 
-    def attend(self, dtype: torch.dtype, cache: torch.dtype) -> Callable[..., None]:
-        """Attention in a dtype over a cache of another one or the same."""
-        return self.function(f"attend_{SUFFIXES[dtype]}_{SUFFIXES[cache]}", _ATTEND)
+    def kernel(self, name: str, *dtypes: torch.dtype) -> Kernel:
+        """A kernel for these dtypes. It takes the address of an array of int64, see
+        ``kernels.cpp``; every pointer in it is to memory of the dtype unless it says else.
+
+        Raises:
+            KernelsUnavailableError: there is none for a dtype.
+        """
+        for dtype in dtypes:
+            if dtype not in SUFFIXES:
+                raise KernelsUnavailableError(f"there are no CPU kernels for {dtype}")
+        full_name = "_".join((name, *(SUFFIXES[dtype] for dtype in dtypes)))
+        function = self.function(full_name, [_POINTER])
+        return Kernel(function, ctypes.cast(function, _POINTER).value or 0)  # type: ignore[arg-type]
+
+    def repeat(self, calls: int, count: int) -> None:
+        """Make so many calls, whose array of ``Call`` is at an address."""
+        self._repeat(calls, count)
 
     def scratch_floats(self, layer: Layer) -> int:
         """float32 elements that each thread needs to attend in a layer."""

@@ -5,12 +5,16 @@ Shape letters: T rows, I input features, O output features, H heads, D head size
 
 from __future__ import annotations
 
+import functools
+import struct
 from typing import Self
 
 import torch
 
-from torpor.model.layers.ops import TorchOps
-from torpor.model.native.library import Kernels
+from torpor.model.layers.ops import Compute, TorchOps
+from torpor.model.native.calls import Calls
+from torpor.model.native.library import Library
+from torpor.model.native.replay import Replay
 
 
 class NativeOps:
@@ -20,15 +24,34 @@ class NativeOps:
     128 rows and more in float32, whose bits depend on that.
     """
 
-    def __init__(self, kernels: Kernels, *, batch_invariant: bool = False) -> None:
+    def __init__(
+        self,
+        library: Library,
+        dtype: torch.dtype,
+        *,
+        batch_invariant: bool = False,
+        calls: Calls | None = None,
+        replay: Replay | None = None,
+    ) -> None:
         """Compute with these kernels.
 
         Args:
-            kernels: for the dtype of weights and activations.
+            library: the kernels.
+            dtype: of weights and activations.
             batch_invariant: without that exception; products of many rows are slower then.
+            calls: of one engine, those of attention included; None for calls of its own.
+            replay: repeats passes; None to compute each.
+
+        Raises:
+            KernelsUnavailableError: there are no kernels for the dtype.
         """
-        self._kernels = kernels
+        self._dtype = dtype
         self._batch_invariant = batch_invariant
+        self._calls = Calls(library) if calls is None else calls
+        self._replay = replay
+        self._linear, self._rms_norm, self._gated, self._rotate = (
+            library.kernel(name, dtype) for name in ("linear", "rms_norm", "gated", "rotate")
+        )
         self._torch = TorchOps()
 
     def __deepcopy__(self, memo: object) -> Self:
@@ -42,9 +65,10 @@ class NativeOps:
             return self._torch.linear(x, weight, bias)
         x_TI = _rows(x)
         rows, features = x_TI.shape[0], weight.shape[0]
-        out_TO = x.new_empty((rows, features))
-        self._kernels.linear(
-            self._team(),
+        out_TO = self._calls.empty((rows, features), x.dtype)
+        self._calls.call(
+            self._linear,
+            self._calls.team(),
             x_TI.data_ptr(),
             weight.data_ptr(),
             None if bias is None else bias.data_ptr(),
@@ -73,9 +97,14 @@ class NativeOps:
         """See `LayerOps`."""
         gate_up = gate_up.contiguous()
         width = gate_up.shape[-1] // 2
-        out = gate_up.new_empty((*gate_up.shape[:-1], width))
-        self._kernels.gated(
-            self._team(), gate_up.data_ptr(), out.data_ptr(), out.numel() // max(width, 1), width
+        out = self._calls.empty((*gate_up.shape[:-1], width), gate_up.dtype)
+        self._calls.call(
+            self._gated,
+            self._calls.team(),
+            gate_up.data_ptr(),
+            out.data_ptr(),
+            out.numel() // max(width, 1),
+            width,
         )
         return out
 
@@ -86,8 +115,9 @@ class NativeOps:
         rows, heads, width = x_THD.shape
         if x_THD.stride()[1:] != (width, 1):
             x_THD = x_THD.contiguous()
-        self._kernels.rotate(
-            self._team(),
+        self._calls.call(
+            self._rotate,
+            self._calls.team(),
             x_THD.data_ptr(),
             cos_T1D.data_ptr(),
             sin_T1D.data_ptr(),
@@ -98,25 +128,30 @@ class NativeOps:
         )
         return x_THD
 
+    def replayable(self, compute: Compute, *inputs: torch.Tensor) -> torch.Tensor:
+        """See `LayerOps`."""
+        return compute(*inputs) if self._replay is None else self._replay.run(compute, inputs)
+
     def _norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, gain: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        out = torch.empty_like(x)
+        out = self._calls.empty(x.shape, x.dtype)
         width = x.shape[-1]
-        self._kernels.rms_norm(
-            self._team(),
+        self._calls.call(
+            self._rms_norm,
+            self._calls.team(),
             x.data_ptr(),
             None if residual is None else residual.data_ptr(),
             gain.data_ptr(),
             out.data_ptr(),
             x.numel() // width,
             width,
-            eps,
+            _bits(eps),
         )
         return out
 
     def _takes(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-        dtype = self._kernels.dtype
+        dtype = self._dtype
         return (
             x.dtype == weight.dtype == dtype
             and x.shape[-1] == weight.shape[1] > 0
@@ -124,8 +159,12 @@ class NativeOps:
             and (bias is None or (bias.dtype == dtype and bias.is_contiguous()))
         )
 
-    def _team(self) -> int:
-        return self._kernels.library.team(torch.get_num_threads())
+
+@functools.cache
+def _bits(x: float) -> int:
+    """A float32 as an integer with the same bits."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", x))
+    return int(bits)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,11 @@ static void multiply(Team* team, const Linear<float>& a, bool alike) {
 }
 static void multiply(Team* team, const Linear<BFloat16>& a, bool) { linear(team, a); }
 
+template <class P>
+static P* at(int64_t address) {
+  return reinterpret_cast<P*>(address);
+}
+
 extern "C" {
 
 // A team that is never taken down: its threads sleep when nobody calls.
@@ -39,31 +44,51 @@ int64_t scratch_floats(const Layer* layer) {
 }
 int64_t tokens_of_a_tile(const Layer* layer) { return tile_tokens(*layer); }
 
-#define FUNCTIONS(NAME, T)                                                                        \
-  void linear_##NAME(Team* team, const T* x, const T* w, const T* bias, T* y, int64_t m,    \
-                     int64_t n, int64_t k, int64_t x_stride, int64_t y_stride, int64_t alike) {   \
-    multiply(team, Linear<T>{x, w, bias, y, m, n, k, x_stride, y_stride}, alike);                 \
-  }                                                                                               \
-  void rms_norm_##NAME(Team* team, const T* x, T* residual, const T* gain, T* out,          \
-                       int64_t rows, int64_t width, float eps) {                                  \
-    rms_norm(team, x, residual, gain, out, rows, width, eps);                                     \
-  }                                                                                               \
-  void gated_##NAME(Team* team, const T* gate_up, T* out, int64_t rows, int64_t width) {    \
-    gated(team, gate_up, out, rows, width);                                                       \
-  }                                                                                               \
-  void rotate_##NAME(Team* team, T* x, const T* cosines, const T* sines, int64_t rows,      \
-                     int64_t heads, int64_t width, int64_t stride) {                              \
-    rotate(team, x, cosines, sines, rows, heads, width, stride);                                  \
-  }
+// A call of any of the functions below: all of them take integers and addresses in an array, so that
+// calls can be kept and repeated.
+struct Call {
+  void (*function)(const int64_t*);
+  const int64_t* arguments;
+};
+void repeat(const Call* calls, int64_t count) {
+  for (int64_t i = 0; i < count; i++) calls[i].function(calls[i].arguments);
+}
 
-#define ATTENTION(NAME, T, C)                                                                     \
-  void attend_##NAME(Team* team, const Layer* layer, const Step* step, const Tokens<T>* a,  \
-                     float* scratch, int64_t scratch_stride) {                                    \
-    attend<T, C>(team, *layer, *step, *a, scratch, scratch_stride);                               \
+// Arguments: team, x, w, bias, y, M, N, K, x_stride, y_stride, alike.
+#define LINEAR(NAME, T)                                                                         \
+  void linear_##NAME(const int64_t* a) {                                                        \
+    multiply(at<Team>(a[0]), Linear<T>{at<T>(a[1]), at<T>(a[2]), at<T>(a[3]), at<T>(a[4]), a[5], \
+                                       a[6], a[7], a[8], a[9]},                                 \
+             a[10]);                                                                            \
   }
+// Arguments: team, x, residual, gain, out, rows, width, the bits of eps.
+#define RMS_NORM(NAME, T)                                                                        \
+  void rms_norm_##NAME(const int64_t* a) {                                                       \
+    float eps;                                                                                   \
+    std::memcpy(&eps, &a[7], sizeof(eps));                                                       \
+    rms_norm<T>(at<Team>(a[0]), at<T>(a[1]), at<T>(a[2]), at<T>(a[3]), at<T>(a[4]), a[5], a[6],  \
+                eps);                                                                            \
+  }
+// Arguments: team, gate_up, out, rows, width.
+#define GATED(NAME, T)                                                      \
+  void gated_##NAME(const int64_t* a) {                                     \
+    gated<T>(at<Team>(a[0]), at<T>(a[1]), at<T>(a[2]), a[3], a[4]);         \
+  }
+// Arguments: team, x, cosines, sines, rows, heads, width, stride.
+#define ROTATE(NAME, T)                                                                         \
+  void rotate_##NAME(const int64_t* a) {                                                        \
+    rotate<T>(at<Team>(a[0]), at<T>(a[1]), at<T>(a[2]), at<T>(a[3]), a[4], a[5], a[6], a[7]);   \
+  }
+// Arguments: team, layer, step, tokens, scratch, floats of scratch per thread.
+#define ATTENTION(NAME, T, C)                                                                   \
+  void attend_##NAME(const int64_t* a) {                                                        \
+    attend<T, C>(at<Team>(a[0]), *at<Layer>(a[1]), *at<Step>(a[2]), *at<Tokens<T>>(a[3]),       \
+                 at<float>(a[4]), a[5]);                                                        \
+  }
+#define FOR_DTYPE(NAME, T) LINEAR(NAME, T) RMS_NORM(NAME, T) GATED(NAME, T) ROTATE(NAME, T)
 
-FUNCTIONS(f32, float)
-FUNCTIONS(bf16, BFloat16)
+FOR_DTYPE(f32, float)
+FOR_DTYPE(bf16, BFloat16)
 ATTENTION(f32_f32, float, float)
 ATTENTION(f32_bf16, float, BFloat16)
 ATTENTION(bf16_f32, BFloat16, float)

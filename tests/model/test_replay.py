@@ -1,0 +1,201 @@
+"""Passes computed once and repeated without Python: the same bits, or not repeated at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from tests.model.native_kernels import native_library
+
+from torpor.model.native import replay
+from torpor.model.native.calls import Calls, Tape
+from torpor.model.native.ops import NativeOps
+from torpor.model.native.replay import MAX_TOKENS, Replay
+
+WIDTH = 48
+
+
+class Bench:
+    """Two layers of a sort, with weights that change and passes that are counted."""
+
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        random = torch.Generator().manual_seed(0)
+        self.weights = [torch.randn(2 * WIDTH, WIDTH, generator=random) for _ in range(2)]
+        self.gain = torch.randn(WIDTH, generator=random)
+        self.epoch = 0
+        self.computed = 0
+        self.between = between
+        self.taken: list[torch.Tensor] = []
+        calls = Calls(native_library())
+        self.replay = Replay(calls, self._allocate, epoch=lambda: self.epoch)
+        self.ops = NativeOps(calls.library, torch.float32, calls=calls, replay=self.replay)
+        self.plain = NativeOps(calls.library, torch.float32)
+
+    def _allocate(self, shape: Sequence[int], dtype: torch.dtype, name: str) -> torch.Tensor:
+        self.taken.append(torch.full(tuple(shape), 0x7F, dtype=dtype))
+        return self.taken[-1]
+
+    def compute(self, x: torch.Tensor, ops: NativeOps | None = None) -> torch.Tensor:
+        ops = ops or self.ops
+        self.computed += ops is self.ops
+        stream = x
+        for weight in self.weights:
+            x = ops.rms_norm(x, self.gain, 1e-5)
+            if self.between is not None:
+                x = self.between(x)
+            x = ops.gated(ops.linear(x, weight, None).view(len(x), 2 * WIDTH))
+            x, stream = ops.add_rms_norm(x, stream, self.gain, 1e-5)
+        return x
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ops.replayable(self.compute, x.clone()).clone()
+
+    def expected(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compute(x.clone(), self.plain)
+
+
+def rows(count: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_repeated_pass_has_the_bits_of_one_computed() -> None:
+    bench = Bench()
+    for seed in range(5):
+        for count in (1, 7, 64):
+            x = rows(count, seed)
+            before = x.clone()
+            assert torch.equal(bench.run(x), bench.expected(x))
+            assert torch.equal(x, before)
+    assert bench.computed == 3
+
+
+def test_long_passes_are_computed_each_time() -> None:
+    bench = Bench()
+    for _ in range(2):
+        x = rows(MAX_TOKENS + 1)
+        assert torch.equal(bench.run(x), bench.expected(x))
+    assert bench.computed == 2
+
+
+def test_weights_of_another_epoch_are_looked_up_anew() -> None:
+    bench = Bench()
+    x = rows(3)
+    bench.run(x)
+    bench.weights = [weight + 1 for weight in bench.weights]
+    bench.epoch += 1
+    assert torch.equal(bench.run(x), bench.expected(x))
+    bench.weights[0].mul_(2)  # in place: the same address
+    assert torch.equal(bench.run(x), bench.expected(x))
+    assert bench.computed == 2
+
+
+def test_another_number_of_threads_is_another_pass(threads: None) -> None:
+    bench = Bench()
+    x = rows(3)
+    want = bench.expected(x)
+    for count, computed in ((1, 1), (2, 2), (1, 2)):
+        torch.set_num_threads(count)
+        assert torch.equal(bench.run(x), want)
+        assert bench.computed == computed
+
+
+@pytest.fixture
+def threads() -> object:
+    before = torch.get_num_threads()
+    yield None
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda x: x + 1,
+        lambda x: x.mul_(2),
+        lambda x: torch.nn.functional.silu(x),
+        lambda x: x.clone(),
+        lambda x: x * float(x[0, 0] > 0) if x.tolist() else x,
+        lambda x: torch.add(x, 1, out=torch.empty_like(x)),
+        lambda x: x.t().contiguous().t(),
+        lambda x: _assign(x),
+        lambda x: _add_in_place(x),
+        lambda x: x if x.sum().item() > 0 else x.view(x.shape),
+        lambda x: torch.cat([part.exp() for part in x.split(1)]),
+    ],
+)
+def test_what_torch_computes_on_the_way_is_never_left_out(
+    between: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    bench = Bench(between)
+    for seed in range(3):
+        x = rows(4, seed)
+        assert torch.equal(bench.run(x), bench.expected(x))
+    assert bench.computed == 3
+
+
+def _assign(x: torch.Tensor) -> torch.Tensor:
+    x[0] = 1.0
+    return x
+
+
+def _add_in_place(x: torch.Tensor) -> torch.Tensor:
+    x += 1
+    return x
+
+
+def test_views_on_the_way_are_fine() -> None:
+    bench = Bench(lambda x: x[:, :WIDTH].view(-1, 2, WIDTH // 2).flatten(1).unsqueeze(0)[0])
+    for seed in range(3):
+        x = rows(4, seed)
+        assert torch.equal(bench.run(x), bench.expected(x))
+    assert bench.computed == 1
+
+
+def test_a_pass_that_fails_is_forgotten() -> None:
+    fail = True
+
+    def between(x: torch.Tensor) -> torch.Tensor:
+        if fail:
+            raise KeyboardInterrupt
+        return x
+
+    bench = Bench(between)
+    x = rows(2)
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(x)
+    fail = False
+    for _ in range(2):
+        assert torch.equal(bench.run(x), bench.expected(x))
+    assert bench.computed == 2
+
+
+def test_results_that_find_no_room_are_computed_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "ROOM_BYTES", 8 << 10)
+    bench = Bench()
+    for count, computed in ((1, 1), (1, 1), (32, 2), (32, 3)):
+        x = rows(count)
+        assert torch.equal(bench.run(x), bench.expected(x))
+        assert bench.computed == computed
+
+
+def test_scratch_memory_may_hold_anything_before_a_pass() -> None:
+    bench = Bench()
+    x = rows(5)
+    for fill in (0xFF, 0x00, 0x7F):
+        assert torch.equal(bench.run(x), bench.expected(x))
+        bench.taken[0].fill_(fill)
+
+
+def test_memory_is_used_again_when_its_last_view_is_gone() -> None:
+    tape = Tape(torch.zeros(1 << 10, dtype=torch.uint8))
+    first = tape.empty((4, 16), torch.float32)
+    view = first.view(16, 4)[2:]
+    start = first.data_ptr()
+    del first
+    other = tape.empty((16,), torch.float32)
+    assert other.data_ptr() >= start + 256
+    del view
+    assert tape.empty((4, 16), torch.float32).data_ptr() == start
+    assert not tape.overflow
+    assert tape.empty((1 << 10,), torch.bfloat16).shape == (1 << 10,)
+    assert tape.overflow
