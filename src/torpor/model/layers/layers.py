@@ -61,7 +61,7 @@ class Head(OpsModule):
 
     def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """[..., width] to float32 logits [..., vocab_size]."""
-        return self.ops.linear(hidden_TD, self.weight, None).float()
+        return self.ops.logits(hidden_TD, self.weight)
 
 
 class RMSNorm(OpsModule):

@@ -26,6 +26,10 @@ class LayerOps(Protocol):
         """``x @ weight.T + bias``: x [..., I], weight [O, I], bias [O] or None; [..., O]."""
         ...
 
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """``hidden @ weight.T`` in float32: [..., D] and weight [V, D] to [..., V]."""
+        ...
+
     def rms_norm(self, x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
         """``x / rms(x) * gain`` along the last dimension, computed in float32; rounded to x's
         dtype before the gain, as checkpoints are trained (Zhang and Sennrich 2019, equation 4).
@@ -86,6 +90,10 @@ class TorchOps:
 
     linear: LinearKernel = functional.linear
     gated: Gating = gated
+
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See `LayerOps`."""
+        return self.linear(hidden, weight, None).float()
 
     def rms_norm(self, x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
         """See `LayerOps`."""

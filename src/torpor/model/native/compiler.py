@@ -91,7 +91,8 @@ def _compile(compiler: tuple[str, ...], library: Path) -> None:
 def _run(command: list[str]) -> None:
     done = _call(command)
     if done.returncode:
-        said = done.stderr.strip().splitlines()[:3]
+        said = done.stderr.strip().splitlines()
+        said = [line for line in said if "error" in line][:3] or said[:3]
         raise KernelsUnavailableError(
             f"{command[0]} failed with status {done.returncode}: {' / '.join(said)}; "
             "a g++ from version 12 or clang++ from version 15 compiles them"

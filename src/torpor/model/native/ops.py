@@ -13,7 +13,7 @@ import torch
 
 from torpor.model.layers.ops import Compute, TorchOps
 from torpor.model.native.calls import Calls
-from torpor.model.native.library import Library
+from torpor.model.native.library import Kernel, Library
 from torpor.model.native.replay import Replay
 
 
@@ -49,8 +49,10 @@ class NativeOps:
         self._batch_invariant = batch_invariant
         self._calls = Calls(library) if calls is None else calls
         self._replay = replay
-        self._linear, self._rms_norm, self._gated, self._rotate = (
-            library.kernel(name, dtype) for name in ("linear", "rms_norm", "gated", "rotate")
+        self._linear = library.kernel("linear", dtype, dtype)
+        self._linear_to_float32 = library.kernel("linear", dtype, torch.float32)
+        self._rms_norm, self._gated, self._rotate = (
+            library.kernel(name, dtype) for name in ("rms_norm", "gated", "rotate")
         )
         self._torch = TorchOps()
 
@@ -63,11 +65,27 @@ class NativeOps:
         """See `LayerOps`."""
         if not self._takes(x, weight, bias):
             return self._torch.linear(x, weight, bias)
+        return self._multiply(self._linear, x, weight, bias, self._dtype)
+
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See `LayerOps`."""
+        if not self._takes(hidden, weight, None):
+            return self._torch.logits(hidden, weight)
+        return self._multiply(self._linear_to_float32, hidden, weight, None, torch.float32)
+
+    def _multiply(
+        self,
+        kernel: Kernel,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
         x_TI = _rows(x)
         rows, features = x_TI.shape[0], weight.shape[0]
-        out_TO = self._calls.empty((rows, features), x.dtype)
+        out_TO = self._calls.empty((rows, features), dtype)
         self._calls.call(
-            self._linear,
+            kernel,
             self._calls.team(),
             x_TI.data_ptr(),
             weight.data_ptr(),

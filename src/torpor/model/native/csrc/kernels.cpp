@@ -1,5 +1,6 @@
 // The functions that Python calls, for float32 (_f32) and bfloat16 (_bf16). Attention has two
-// dtypes: of what a layer computes in, then of the cache.
+// dtypes: of what a layer computes in, then of the cache. Products have two: of what comes in, then
+// of what comes out.
 
 #include "attend_tile.h"
 #include "elementwise.h"
@@ -21,11 +22,14 @@ static void attend(Team* team, const Layer& layer, const Step& step, const Token
 }
 
 // `alike`: a row has the same bits whatever the number of rows.
-static void multiply(Team* team, const Linear<float>& a, bool alike) {
+static void multiply(Team* team, const Linear<float, float>& a, bool alike) {
   if (a.M >= kManyRows && !alike) return linear_many(team, a);
   linear(team, a);
 }
-static void multiply(Team* team, const Linear<BFloat16>& a, bool) { linear(team, a); }
+template <class Y>
+static void multiply(Team* team, const Linear<BFloat16, Y>& a, bool) {
+  linear(team, a);
+}
 
 template <class P>
 static P* at(int64_t address) {
@@ -55,11 +59,11 @@ void repeat(const Call* calls, int64_t count) {
 }
 
 // Arguments: team, x, w, bias, y, M, N, K, x_stride, y_stride, alike.
-#define LINEAR(NAME, T)                                                                         \
-  void linear_##NAME(const int64_t* a) {                                                        \
-    multiply(at<Team>(a[0]), Linear<T>{at<T>(a[1]), at<T>(a[2]), at<T>(a[3]), at<T>(a[4]), a[5], \
-                                       a[6], a[7], a[8], a[9]},                                 \
-             a[10]);                                                                            \
+#define LINEAR(NAME, T, Y)                                                                 \
+  void linear_##NAME(const int64_t* a) {                                                   \
+    const Linear<T, Y> given{at<T>(a[1]), at<T>(a[2]), at<T>(a[3]), at<Y>(a[4]), a[5],     \
+                             a[6],        a[7],        a[8],        a[9]};                 \
+    multiply(at<Team>(a[0]), given, a[10]);                                                \
   }
 // Arguments: team, x, residual, gain, out, rows, width, the bits of eps.
 #define RMS_NORM(NAME, T)                                                                        \
@@ -85,8 +89,11 @@ void repeat(const Call* calls, int64_t count) {
     attend<T, C>(at<Team>(a[0]), *at<Layer>(a[1]), *at<Step>(a[2]), *at<Tokens<T>>(a[3]),       \
                  at<float>(a[4]), a[5]);                                                        \
   }
-#define FOR_DTYPE(NAME, T) LINEAR(NAME, T) RMS_NORM(NAME, T) GATED(NAME, T) ROTATE(NAME, T)
+#define FOR_DTYPE(NAME, T) RMS_NORM(NAME, T) GATED(NAME, T) ROTATE(NAME, T)
 
+LINEAR(f32_f32, float, float)
+LINEAR(bf16_bf16, BFloat16, BFloat16)
+LINEAR(bf16_f32, BFloat16, float)
 FOR_DTYPE(f32, float)
 FOR_DTYPE(bf16, BFloat16)
 ATTENTION(f32_f32, float, float)

@@ -54,12 +54,12 @@ struct Dot<BFloat16> {
 };
 #endif
 
-template <class T>
+template <class T, class Y>
 struct Linear {
   const T* x;
   const T* w;
   const T* bias;  // null for none
-  T* y;
+  Y* y;
   int64_t M, N, K, x_stride, y_stride;
 };
 
@@ -71,8 +71,8 @@ struct Ahead {
 };
 
 // NR outputs of MR rows.
-template <class T, int NR, int MR>
-INLINE void outputs(const Linear<T>& a, int64_t m, int64_t n, const Ahead<T>& ahead) {
+template <int NR, int MR, class T, class Y>
+INLINE void outputs(const Linear<T, Y>& a, int64_t m, int64_t n, const Ahead<T>& ahead) {
   using D = Dot<T>;
   const T* x = a.x + m * a.x_stride;
   const T* w = a.w + n * a.K;
@@ -93,15 +93,22 @@ INLINE void outputs(const Linear<T>& a, int64_t m, int64_t n, const Ahead<T>& ah
     }
   }
   float out[NR][MR];
+  if constexpr (MR == 4) {
 #pragma GCC unroll 8
-  for (int i = 0; i < NR; i++) {
-    if constexpr (MR == 4) {
+    for (int i = 0; i < NR; i++) {
       const Vec4 four = sums(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
       std::memcpy(out[i], &four, sizeof(four));
-    } else {
-#pragma GCC unroll 8
-      for (int j = 0; j < MR; j++) out[i][j] = sum(acc[i][j]);
     }
+  } else {
+    // Four at a time here too, of what there is: a sum is a chain that waits for itself.
+    float flat[(NR * MR + 3) / 4 * 4];
+    const auto nth = [&](int n) { return n < NR * MR ? acc[n / MR][n % MR] : Vec{}; };
+#pragma GCC unroll 8
+    for (int n = 0; n < NR * MR; n += 4) {
+      const Vec4 four = sums(nth(n), nth(n + 1), nth(n + 2), nth(n + 3));
+      std::memcpy(flat + n, &four, sizeof(four));
+    }
+    std::memcpy(out, flat, sizeof(out));
   }
   for (; k < a.K; k++)
     for (int i = 0; i < NR; i++)
@@ -116,8 +123,8 @@ INLINE void outputs(const Linear<T>& a, int64_t m, int64_t n, const Ahead<T>& ah
 
 // NR outputs of rows m .. end - 1. What is fetched ahead, null or kWide rows of weights, is spread
 // over them: memory is never idle then.
-template <class T, int NR>
-static void columns(const Linear<T>& a, int64_t m, int64_t end, int64_t n, const T* ahead) {
+template <int NR, class T, class Y>
+static void columns(const Linear<T, Y>& a, int64_t m, int64_t end, int64_t n, const T* ahead) {
   static_assert(kAcross == 4);
   const int parts = static_cast<int>((end - m + 3) / 4), each = (kWide + parts - 1) / parts;
   int fetched = ahead ? 0 : kWide;
@@ -126,14 +133,14 @@ static void columns(const Linear<T>& a, int64_t m, int64_t end, int64_t n, const
     fetched += part.count;
     return part;
   };
-  for (; m + 4 <= end; m += 4) outputs<T, NR, 4>(a, m, n, next());
-  if (end - m == 3) outputs<T, NR, 3>(a, m, n, next());
-  if (end - m == 2) outputs<T, NR, 2>(a, m, n, next());
-  if (end - m == 1) outputs<T, NR, 1>(a, m, n, next());
+  for (; m + 4 <= end; m += 4) outputs<NR, 4>(a, m, n, next());
+  if (end - m == 3) outputs<NR, 3>(a, m, n, next());
+  if (end - m == 2) outputs<NR, 2>(a, m, n, next());
+  if (end - m == 1) outputs<NR, 1>(a, m, n, next());
 }
 
-template <class T>
-static void linear(Team* team, const Linear<T>& a) {
+template <class T, class Y>
+static void linear(Team* team, const Linear<T, Y>& a) {
   const int64_t tiles = (a.N + kWide - 1) / kWide;
   int64_t rows = kRowsBytes / (a.K * static_cast<int64_t>(sizeof(T))) / 4 * 4;
   if (rows < 4) rows = 4;
@@ -148,9 +155,9 @@ static void linear(Team* team, const Linear<T>& a) {
         // What is given out next is likely this thread's: its weights can be on their way.
         const int64_t after = tile + 1 < last ? tile + 1 : next.load() % runs * kRun;
         const T* ahead = (after + 1) * kWide <= a.N ? a.w + after * kWide * a.K : nullptr;
-        columns<T, kWide>(a, m, end, n, ahead);
+        columns<kWide>(a, m, end, n, ahead);
       } else {
-        for (; n < a.N; n++) columns<T, 1>(a, m, end, n, nullptr);
+        for (; n < a.N; n++) columns<1, T>(a, m, end, n, nullptr);
       }
     }
   });

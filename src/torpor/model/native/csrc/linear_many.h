@@ -12,7 +12,7 @@ constexpr int64_t kDepth = 288;     // of K in a panel: with it, what stays in t
 constexpr int64_t kBlockRows = 252;
 
 // y[rows, kPanel] (+)= x[rows, depth] w[kPanel, depth]^T, w rows `k` apart.
-static void panel(const Linear<float>& a, int64_t m, int64_t rows, int64_t n, int64_t k,
+static void panel(const Linear<float, float>& a, int64_t m, int64_t rows, int64_t n, int64_t k,
                   int64_t depth) {
   alignas(64) float turned[kDepth * kPanel];
   const float* w = a.w + n * a.K + k;
@@ -29,7 +29,7 @@ static void panel(const Linear<float>& a, int64_t m, int64_t rows, int64_t n, in
            {a.y + m * a.y_stride + n, a.y_stride, k > 0, nullptr});
 }
 
-static void linear_many(Team* team, const Linear<float>& a) {
+static void linear_many(Team* team, const Linear<float, float>& a) {
   const int64_t panels = a.N / kPanel, blocks = (a.M + kBlockRows - 1) / kBlockRows;
   together(team, true, panels * blocks, [&](int64_t item, int64_t, const auto&) {
     const int64_t n = item / blocks * kPanel, m = item % blocks * kBlockRows;
@@ -40,7 +40,7 @@ static void linear_many(Team* team, const Linear<float>& a) {
     for (int64_t j = m; j < m + rows; j++)
       for (int64_t p = n; p < n + kPanel; p++) a.y[j * a.y_stride + p] += a.bias[p];
   });
-  Linear<float> rest = a;
+  Linear<float, float> rest = a;
   const int64_t done = panels * kPanel;
   rest.w += done * a.K, rest.y += done, rest.N -= done;
   if (a.bias) rest.bias += done;

@@ -65,7 +65,7 @@ class Team {
     uint64_t seen = 0;
     for (;;) {
       const uint32_t calls = calls_.load();
-      const auto asleep_at = std::chrono::steady_clock::now() + std::chrono::microseconds(100);
+      const auto asleep_at = std::chrono::steady_clock::now() + std::chrono::milliseconds(2);
       bool entered = false;
       do {
         for (int i = 0; i < 64 && !entered; i++) {
