@@ -80,9 +80,17 @@ class ModelRunner:
             tables = [self._table(row.sequence.seq_id) for row in step.rows]
             ids_T, positions_T, batch = self._inputs.fill(step.rows, tables)
             self._attention.begin(batch)
-            hidden_TD = self._model(ids_T, positions_T, self._attention)
-            logits_RV = self._sample_logits(step, hidden_TD) if rows else None
-            prompt_rows = self._prompt_logits(step, hidden_TD)
+            prompts = _prompt_tokens(step)
+            ends = _last_tokens(step)
+            # Prompts whose log probabilities are wanted need all that is computed of them.
+            wanted_R = None if prompts or len(ends) == len(ids_T) else _index(ends, ids_T.device)
+            hidden_TD = self._model(ids_T, positions_T, self._attention, wanted_R)
+            prompt_rows = [
+                (row, self._model.compute_logits(hidden_TD[tokens])) for row, tokens in prompts
+            ]
+            if prompts and len(ends) < len(hidden_TD):
+                hidden_TD = hidden_TD[_index(ends, ids_T.device)]
+            logits_RV = self._model.compute_logits(hidden_TD) if rows else None
         return Launched(rows, logits_RV, prompt_rows)
 
     def collect(self, launched: Launched) -> list[SampledToken | RequestError]:
@@ -98,28 +106,6 @@ class ModelRunner:
             rows = [_sampling_row(row.sequence) for row in launched.rows]
             return sample_rows(launched.logits_RV, rows, logprobs_mode=self._logprobs_mode)
 
-    def _sample_logits(self, step: Step, hidden_TD: torch.Tensor) -> torch.Tensor:
-        ends, last = [], -1
-        for row in step.rows:
-            last += row.num_new_tokens
-            if row.samples:
-                ends.append(last)
-        if len(ends) < len(hidden_TD):
-            hidden_TD = hidden_TD[torch.tensor(ends, device=hidden_TD.device)]
-        logits_RV: torch.Tensor = self._model.compute_logits(hidden_TD)
-        return logits_RV
-
-    def _prompt_logits(self, step: Step, hidden_TD: torch.Tensor) -> list[tuple[Row, torch.Tensor]]:
-        wanted, start = [], 0
-        for row in step.rows:
-            sequence = row.sequence
-            count = min(row.num_new_tokens, sequence.num_prompt_tokens - 1 - row.start)
-            if not sequence.reads_cache and count > 0:
-                logits_TV = self._model.compute_logits(hidden_TD[start : start + count])
-                wanted.append((row, logits_TV))
-            start += row.num_new_tokens
-        return wanted
-
     def _keep_prompt_logprobs(self, row: Row, logits_TV: torch.Tensor) -> None:
         sink = row.sequence.request.prompt_logprobs
         assert sink is not None, "logits of a prompt that nobody asked for"
@@ -128,6 +114,32 @@ class ModelRunner:
         entries = prompt_logprobs(logits_TV, targets, sink.count)
         for position, tokens in enumerate(entries, start=first):
             sink.put(position, tokens)
+
+
+def _last_tokens(step: Step) -> list[int]:
+    """Where the last token of each row that samples is along T."""
+    ends, last = [], -1
+    for row in step.rows:
+        last += row.num_new_tokens
+        if row.samples:
+            ends.append(last)
+    return ends
+
+
+def _prompt_tokens(step: Step) -> list[tuple[Row, slice]]:
+    """Rows whose prompt's log probabilities are wanted, and their prompt's tokens along T."""
+    wanted, start = [], 0
+    for row in step.rows:
+        sequence = row.sequence
+        count = min(row.num_new_tokens, sequence.num_prompt_tokens - 1 - row.start)
+        if not sequence.reads_cache and count > 0:
+            wanted.append((row, slice(start, start + count)))
+        start += row.num_new_tokens
+    return wanted
+
+
+def _index(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 def _sampling_row(sequence: Seq) -> SamplingRow:

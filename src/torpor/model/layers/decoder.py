@@ -55,8 +55,14 @@ class Attention(OpsModule):
             self.qk_norm = HeadNorm(heads, head_dim, config.rms_norm_eps, dtype=dtype)
         self.o_proj = Linear(width, hidden_size, bias=config.o_bias, dtype=dtype)
 
-    def forward(self, x_TD: torch.Tensor, rope: RopeTables, attn: AttentionContext) -> torch.Tensor:
-        """[T, D] to [T, D]; hands T keys and values of this layer to `attn`."""
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        rope: RopeTables,
+        attn: AttentionContext,
+        rows_R: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[T, D] to [T, D], or [R, D] of those rows; hands all T keys and values to `attn`."""
         spec = self.spec
         rotated = spec.num_heads + spec.num_kv_heads
         qkv_THD = self.qkv_proj(x_TD).view(len(x_TD), -1, spec.k_dim)
@@ -66,6 +72,8 @@ class Attention(OpsModule):
         qk_THD = self.ops.rotate(qk_THD, *rope)
         q_THD, k_THD = qk_THD[:, : spec.num_heads], qk_THD[:, spec.num_heads :]
         out_THD = attn.attend(spec, q_THD, k_THD, qkv_THD[:, rotated:])
+        if rows_R is not None:
+            out_THD = out_THD[rows_R]
         out: torch.Tensor = self.o_proj(out_THD.flatten(1))
         return out
 
@@ -106,6 +114,7 @@ class DecoderLayer(nn.Module):
         residual_TD: torch.Tensor | None,
         rope: RopeTables,
         attn: AttentionContext,
+        rows_R: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One layer on the residual stream, whose last addition is left to the next norm.
 
@@ -114,6 +123,7 @@ class DecoderLayer(nn.Module):
             residual_TD: the stream before that, [T, D], overwritten; None in the first layer.
             rope: see `RotaryEmbedding`.
             attn: takes keys and values.
+            rows_R: int64, the rows wanted of the result; None for all.
 
         Returns:
             What this layer adds last, and the stream before that.
@@ -122,7 +132,9 @@ class DecoderLayer(nn.Module):
             residual_TD, x_TD = x_TD, self.input_layernorm(x_TD)
         else:
             x_TD, residual_TD = self.input_layernorm.add(x_TD, residual_TD)
-        x_TD = self.self_attn(x_TD, rope, attn)
+        x_TD = self.self_attn(x_TD, rope, attn, rows_R)
+        if rows_R is not None:
+            residual_TD = residual_TD[rows_R]
         x_TD, residual_TD = self.post_attention_layernorm.add(x_TD, residual_TD)
         return self.mlp(x_TD), residual_TD
 
@@ -140,20 +152,34 @@ class Decoder(OpsModule):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
 
     def forward(
-        self, ids_T: torch.Tensor, positions_T: torch.Tensor, attn: AttentionContext
+        self,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attn: AttentionContext,
+        rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """int64 ids and positions [T] to hidden states [T, D]."""
+        """int64 ids and positions [T] to hidden states [T, D], or [R, D] of those rows."""
         x_TD = self.embed_tokens(ids_T)
         rope = self.rotary_emb(positions_T, x_TD.dtype)
-        compute = functools.partial(self._compute_layers, attn)
+        if rows_R is not None:
+            return self._compute_layers(attn, rows_R, x_TD, *rope)
+        compute = functools.partial(self._compute_layers, attn, None)
         return self.ops.replayable(compute, x_TD, *rope)
 
     def _compute_layers(
-        self, attn: AttentionContext, x_TD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self,
+        attn: AttentionContext,
+        rows_R: torch.Tensor | None,
+        x_TD: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
     ) -> torch.Tensor:
         residual_TD: torch.Tensor | None = None
+        last = self.layers[-1]
         for layer in self.layers:
-            x_TD, residual_TD = layer(x_TD, residual_TD, (cos, sin), attn)
+            # What the last layer computes after its keys and values is of use to its rows alone.
+            wanted = rows_R if layer is last else None
+            x_TD, residual_TD = layer(x_TD, residual_TD, (cos, sin), attn, wanted)
         assert residual_TD is not None, "a model has at least one layer"
         return self.norm.add(x_TD, residual_TD)[0]
 
@@ -178,7 +204,11 @@ class DecoderForCausalLM(nn.Module):
         self.lm_head = Head(head_weight)
 
     def forward(
-        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attn: AttentionContext
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attn: AttentionContext,
+        rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the new tokens of one step: whole prompts, parts of them, decoded tokens, mixed.
 
@@ -187,11 +217,13 @@ class DecoderForCausalLM(nn.Module):
             positions_T: int64 position of each token in its row [T], from 0.
             attn: knows which tokens belong to which row; holds the keys and values of earlier
                 tokens and takes the new ones.
+            rows_R: int64 [R], the tokens whose hidden states are wanted; None for all.
 
         Returns:
-            Hidden states [T, hidden_size] after the final norm, in the model's dtype.
+            Hidden states [T, hidden_size], or [R, hidden_size], after the final norm, in the
+            model's dtype.
         """
-        hidden_TD: torch.Tensor = self.model(input_ids_T, positions_T, attn)
+        hidden_TD: torch.Tensor = self.model(input_ids_T, positions_T, attn, rows_R)
         return hidden_TD
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
