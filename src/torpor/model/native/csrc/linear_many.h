@@ -9,7 +9,7 @@
 constexpr int64_t kManyRows = 128;  // from so many on this is faster
 constexpr int64_t kPanel = 64;      // outputs of a panel
 constexpr int64_t kDepth = 288;     // of K in a panel: with it, what stays in the cache
-constexpr int64_t kBlockRows = 252;
+constexpr int64_t kBlockRows = 504;
 
 // y[rows, kPanel] (+)= x[rows, depth] w[kPanel, depth]^T, w rows `k` apart.
 static void panel(const Linear<float, float>& a, int64_t m, int64_t rows, int64_t n, int64_t k,

@@ -145,10 +145,7 @@ INLINE Vec4 sums(Vec a, Vec b, Vec c, Vec d) {
 #endif
 }
 
-INLINE Vec select(Ints mask, Vec yes, Vec no) {
-  return reinterpret_cast<Vec>((mask & reinterpret_cast<Ints>(yes)) |
-                               (~mask & reinterpret_cast<Ints>(no)));
-}
+INLINE Vec select(Ints mask, Vec yes, Vec no) { return mask ? yes : no; }
 INLINE Vec larger(Vec a, Vec b) { return select(a > b, a, b); }
 INLINE float largest(Vec x) {
 #if defined(__AVX512F__)
