@@ -103,6 +103,24 @@ def test_rows_of_one_step_do_not_disturb_each_other(tmp_path: Path, family: dict
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [[23], [3, 11, 23], []])
+@torch.inference_mode()
+def test_rows_that_are_asked_for_are_those_of_all(
+    tmp_path: Path, kind: str, rows: list[int]
+) -> None:
+    model = tiny(tmp_path, **KINDS[kind])
+    given = torch.tensor(IDS), torch.arange(len(IDS))
+    all_of_them, kv = OneSequence(), OneSequence()
+    want_TD = model(*given, all_of_them)
+    got_RD = model(*given, kv, torch.tensor(rows, dtype=torch.int64))
+    torch.testing.assert_close(got_RD, want_TD[rows], atol=1e-5, rtol=1e-5)
+    # Later tokens see all keys and values all the same.
+    for layer, (keys, values) in all_of_them.layers.items():
+        assert torch.equal(kv.layers[layer][0], keys)
+        assert torch.equal(kv.layers[layer][1], values)
+
+
 @torch.inference_mode()
 def test_a_config_written_by_transformers_is_understood(tmp_path: Path) -> None:
     from transformers import LlamaConfig
