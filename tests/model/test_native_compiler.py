@@ -68,6 +68,7 @@ def fake(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCo
 def fresh_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask for everything that goes into the name anew each time, as another process would."""
     monkeypatch.setattr(compiler, "_key", compiler._key.__wrapped__)
+    monkeypatch.setattr(compiler, "_compiler_key", compiler._compiler_key.__wrapped__)
 
 
 def entries(cache: Path) -> list[str]:
@@ -165,6 +166,29 @@ def test_the_first_compiler_on_the_path_is_used(
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
     assert find_compiler() == (str(tmp_path / names[0]),)
+
+
+def test_without_a_compiler_what_another_machine_compiled_is_used(
+    fake: FakeCompiler, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = compiled()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert compiled() == library
+    library.write_bytes(b"damaged")
+    with pytest.raises(KernelsUnavailableError, match="no C\\+\\+ compiler found"):
+        compiled()
+
+
+def test_code_is_not_taken_from_a_folder_that_others_can_write_to(
+    fake: FakeCompiler, cache: Path
+) -> None:
+    folder = compiled().parent
+    assert folder.stat().st_mode & 0o077 == 0
+    folder.chmod(0o775)
+    with pytest.raises(KernelsUnavailableError, match="can be written by others; chmod go-w"):
+        compiled()
+    folder.chmod(0o755)
+    assert compiled().parent == folder
 
 
 def test_a_compiler_may_come_with_arguments(

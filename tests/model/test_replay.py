@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -36,9 +37,8 @@ class Bench:
         self.taken.append(torch.full(tuple(shape), 0x7F, dtype=dtype))
         return self.taken[-1]
 
-    def compute(self, x: torch.Tensor, ops: NativeOps | None = None) -> torch.Tensor:
-        ops = ops or self.ops
-        self.computed += ops is self.ops
+    def compute(self, ops: NativeOps, x: torch.Tensor) -> torch.Tensor:
+        self.computed += ops is not self.plain
         stream = x
         for weight in self.weights:
             x = ops.rms_norm(x, self.gain, 1e-5)
@@ -49,10 +49,10 @@ class Bench:
         return x
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ops.replayable(self.compute, x.clone()).clone()
+        return self.ops.replayable(self.compute, self.ops, x.clone()).clone()
 
     def expected(self, x: torch.Tensor) -> torch.Tensor:
-        return self.compute(x.clone(), self.plain)
+        return self.compute(self.plain, x.clone())
 
 
 def rows(count: int, seed: int = 1) -> torch.Tensor:
@@ -90,6 +90,43 @@ def test_weights_of_another_epoch_are_looked_up_anew() -> None:
     assert bench.computed == 2
 
 
+def test_weights_that_got_other_memory_are_read_there() -> None:
+    bench = Bench()
+    x = rows(3)
+    bench.run(x)
+    bench.weights[1].data = bench.weights[1] * 3
+    assert torch.equal(bench.run(x), bench.expected(x))
+    bench.gain.data = bench.gain - 1
+    assert torch.equal(bench.run(x), bench.expected(x))
+    assert torch.equal(bench.run(x), bench.expected(x))
+    assert bench.computed == 3
+
+
+def test_another_context_is_another_pass() -> None:
+    bench, other = Bench(), Bench()
+    other.weights = [weight + 1 for weight in other.weights]
+    x = rows(3)
+
+    def compute(bench: Bench, x: torch.Tensor) -> torch.Tensor:
+        return bench.compute(ops, x)
+
+    ops = bench.ops
+    for one in (bench, other, bench, bench):
+        got = ops.replayable(compute, one, x.clone()).clone()
+        assert torch.equal(got, one.expected(x))
+    assert (bench.computed, other.computed) == (2, 1)
+
+
+def test_a_copy_of_the_operations_does_not_repeat_what_the_original_kept() -> None:
+    bench = Bench()
+    x = rows(3)
+    bench.run(x)
+    twin = copy.deepcopy(bench.ops)
+    bench.weights = [weight * 3 for weight in bench.weights]
+    got = twin.replayable(bench.compute, twin, x.clone())
+    assert torch.equal(got, bench.expected(x))
+
+
 def test_another_number_of_threads_is_another_pass(threads: None) -> None:
     bench = Bench()
     x = rows(3)
@@ -117,6 +154,8 @@ def threads() -> object:
         lambda x: x * float(x[0, 0] > 0) if x.tolist() else x,
         lambda x: torch.add(x, 1, out=torch.empty_like(x)),
         lambda x: x.t().contiguous().t(),
+        lambda x: torch.nn.functional.relu(x, inplace=True),
+        lambda x: torch.clamp(x, min=0, out=x),
         lambda x: _assign(x),
         lambda x: _add_in_place(x),
         lambda x: x if x.sum().item() > 0 else x.view(x.shape),

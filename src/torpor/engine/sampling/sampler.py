@@ -205,7 +205,7 @@ def _takes_argmax(row: SamplingRow) -> bool:
 
 
 def _largest(logits_RV: torch.Tensor) -> tuple[list[int], list[float]]:
-    """The id of each row's largest logit, the lowest of equal ones, and that logit.
+    """The id of each row's largest logit, the lowest of equal ones on the CPU, and that logit.
 
     NaN counts as the largest: one reduction finds all that a softmax cannot take.
     """

@@ -32,7 +32,8 @@ class Launched:
     logits_RV: torch.Tensor | None
     """float32; None when no row samples."""
     prompt_rows: Sequence[tuple[Row, torch.Tensor]] = field(default=())
-    """Rows whose prompt's log probabilities are wanted, with their logits [num_new_tokens, V]."""
+    """Rows whose prompt's log probabilities are wanted, with the logits [*, V] of what the step has
+    of the prompt."""
 
 
 class ModelRunner:

@@ -6,8 +6,6 @@ are one parameter, and so are gate and up: fewer and larger products, which smal
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import nn
 
@@ -160,19 +158,18 @@ class Decoder(OpsModule):
     ) -> torch.Tensor:
         """int64 ids and positions [T] to hidden states [T, D], or [R, D] of those rows."""
         x_TD = self.embed_tokens(ids_T)
-        rope = self.rotary_emb(positions_T, x_TD.dtype)
+        cos, sin = self.rotary_emb(positions_T, x_TD.dtype)
         if rows_R is not None:
-            return self._compute_layers(attn, rows_R, x_TD, *rope)
-        compute = functools.partial(self._compute_layers, attn, None)
-        return self.ops.replayable(compute, x_TD, *rope)
+            return self._compute_layers(attn, x_TD, cos, sin, rows_R)
+        return self.ops.replayable(self._compute_layers, attn, x_TD, cos, sin)
 
     def _compute_layers(
         self,
         attn: AttentionContext,
-        rows_R: torch.Tensor | None,
         x_TD: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
+        rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
         residual_TD: torch.Tensor | None = None
         last = self.layers[-1]

@@ -46,11 +46,15 @@ class LayerOps(Protocol):
         """``silu(gate) * up`` of [..., 2 * I], gate first: [..., I] (SwiGLU, Shazeer 2020)."""
         ...
 
-    def replayable(self, compute: Compute, *inputs: torch.Tensor) -> torch.Tensor:
-        """``compute(*inputs)``; the result holds until the next call.
+    def replayable(self, compute: Compute, context: object, *inputs: torch.Tensor) -> torch.Tensor:
+        """``compute(context, *inputs)``; the result holds until the next call.
+
+        Its Python need not run again for inputs of sizes that were there before: hooks on modules
+        within see the first such pass only.
 
         Args:
-            compute: depends on its inputs, on weights, and on what attention was told of the step.
+            compute: depends on context, inputs and weights, and on nothing else.
+            context: what attention knows of the step, say.
             inputs: [T, ...] each; they may be overwritten.
         """
         ...
@@ -108,9 +112,9 @@ class TorchOps:
         residual = residual + x
         return self.rms_norm(residual, gain, eps), residual
 
-    def replayable(self, compute: Compute, *inputs: torch.Tensor) -> torch.Tensor:
+    def replayable(self, compute: Compute, context: object, *inputs: torch.Tensor) -> torch.Tensor:
         """See `LayerOps`."""
-        return compute(*inputs)
+        return compute(context, *inputs)
 
     def rotate(
         self, x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor

@@ -44,8 +44,16 @@ class Calls:
                 return self.tape.empty(shape, dtype)
         return torch.empty(shape, dtype=dtype)
 
+    def reads(self, *weights: torch.Tensor | None) -> None:
+        """Say which weights the next calls read."""
+        if self.tape is not None:
+            self.tape.weights += (
+                (weight, weight.data_ptr()) for weight in weights if weight is not None
+            )
+
     def pin(self, structure: ctypes.Structure) -> int:
-        """Address of a structure that lives as long as calls that name it."""
+        """Address of a structure that lives as long as kept calls that name it; the caller's own
+        reference is what keeps it else."""
         if self.tape is not None:
             self.tape.structures.append(structure)
         return ctypes.addressof(structure)
@@ -71,6 +79,8 @@ class Tape:
             room: uint8, for all results that live at a time.
         """
         self.structures: list[ctypes.Structure] = []
+        self.weights: list[tuple[torch.Tensor, int]] = []
+        """What the calls read, and the addresses they know."""
         self.overflow = False
         """Whether a result found no room; the calls cannot be made again then."""
         self._room = room
@@ -102,6 +112,10 @@ class Tape:
         nbytes = tensor.numel() * tensor.dtype.itemsize
         assert 0 <= start <= self._room.numel() - nbytes, "a result from elsewhere"
         return _typed(self._room[start : start + nbytes], tensor.shape, tensor.dtype)
+
+    def reads_the_same(self) -> bool:
+        """Whether all weights are where they were."""
+        return all(weight.data_ptr() == address for weight, address in self.weights)
 
     def finish(self) -> None:
         """No more calls will come."""

@@ -35,21 +35,43 @@ class KernelsUnavailableError(Exception):
 def compiled() -> Path:
     """The shared library, compiled now if it is not in the cache.
 
+    A machine without a compiler takes what another compiled for a processor like its own.
+
     Raises:
         KernelsUnavailableError: no compiler, a compiler that fails, or no cache folder.
     """
-    compiler = find_compiler()
     try:
         folder = cache_root() / "kernels"
-        library = folder / f"{_key(compiler)}.so"
+        _check_owner(folder)
+        try:
+            compiler = find_compiler()
+        except KernelsUnavailableError:
+            for library in sorted(folder.glob(f"{_key()}-*.so")):
+                if _is_whole(library):
+                    return library
+            raise
+        library = folder / f"{_key()}-{_compiler_key(compiler)}.so"
         if not _is_whole(library):
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _compile(compiler, library)
     except (OSError, HostCopyError) as error:
         raise KernelsUnavailableError(
             f"the cache folder cannot be used ({error}); set TORPOR_CACHE to a folder"
         ) from error
     return library
+
+
+def _check_owner(folder: Path) -> None:
+    """Code is taken from no folder that others can write to."""
+    try:
+        found = folder.stat()
+    except FileNotFoundError:
+        return
+    if found.st_uid not in (os.getuid(), 0) or found.st_mode & 0o022:
+        raise KernelsUnavailableError(
+            f"{folder} can be written by others; chmod go-w it, or set TORPOR_CACHE to a folder of "
+            "your own"
+        )
 
 
 def find_compiler() -> tuple[str, ...]:
@@ -132,15 +154,21 @@ def _sources() -> resources.abc.Traversable:
 
 
 @cache
-def _key(compiler: tuple[str, ...]) -> str:
-    """Of the sources, the compiler and the processor."""
+def _key() -> str:
+    """Of the sources and the processor."""
     parts = hashlib.blake2b(digest_size=12)
     for source in sorted(_sources().iterdir(), key=lambda each: each.name):
         parts.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    version = _call([*compiler, "--version"])
-    for text in (*FLAGS, *compiler, version.stdout, platform.machine(), _processor()):
+    for text in (*FLAGS, platform.machine(), _processor()):
         parts.update(text.encode() + b"\0")
     return parts.hexdigest()
+
+
+@cache
+def _compiler_key(compiler: tuple[str, ...]) -> str:
+    version = _call([*compiler, "--version"])
+    text = "\0".join((*compiler, version.stdout))
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
 def _processor() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -85,6 +86,7 @@ class Library:
         self._repeat = self.function("repeat", [_POINTER, _INT])
         self._new_team = self.function("new_team", [_INT], _POINTER)
         self._teams: dict[int, int] = {}
+        self._lock = threading.Lock()
 
     def function(
         self, name: str, arguments: Sequence[Any], result: type[Any] | None = None
@@ -128,7 +130,10 @@ class Library:
         process; its threads sleep while nobody computes."""
         team = self._teams.get(threads)
         if team is None:
-            team = self._teams[threads] = self._new_team(threads)
+            with self._lock:
+                if threads not in self._teams:
+                    self._teams[threads] = self._new_team(threads)
+            team = self._teams[threads]
         return team
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import struct
-from typing import Self
 
 import torch
 
@@ -56,8 +55,10 @@ class NativeOps:
         )
         self._torch = TorchOps()
 
-    def __deepcopy__(self, memo: object) -> Self:
-        return self
+    def __deepcopy__(self, memo: object) -> NativeOps:
+        # What was kept is about the weights of the original.
+        library = self._calls.library
+        return NativeOps(library, self._dtype, batch_invariant=self._batch_invariant)
 
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -84,6 +85,7 @@ class NativeOps:
         x_TI = _rows(x)
         rows, features = x_TI.shape[0], weight.shape[0]
         out_TO = self._calls.empty((rows, features), dtype)
+        self._calls.reads(weight, bias)
         self._calls.call(
             kernel,
             self._calls.team(),
@@ -102,17 +104,23 @@ class NativeOps:
 
     def rms_norm(self, x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
         """See `LayerOps`."""
+        if not self._are_mine(x, gain):
+            return self._torch.rms_norm(x, gain, eps)
         return self._norm(x.contiguous(), None, gain, eps)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `LayerOps`."""
+        if not self._are_mine(x, residual, gain) or x.shape != residual.shape:
+            return self._torch.add_rms_norm(x, residual, gain, eps)
         residual = residual.contiguous()
         return self._norm(x.contiguous(), residual, gain, eps), residual
 
     def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `LayerOps`."""
+        if not self._are_mine(gate_up):
+            return self._torch.gated(gate_up)
         gate_up = gate_up.contiguous()
         width = gate_up.shape[-1] // 2
         out = self._calls.empty((*gate_up.shape[:-1], width), gate_up.dtype)
@@ -130,6 +138,9 @@ class NativeOps:
         self, x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor
     ) -> torch.Tensor:
         """See `LayerOps`; in place."""
+        if not self._are_mine(x_THD, cos_T1D, sin_T1D):
+            return self._torch.rotate(x_THD, cos_T1D, sin_T1D)
+        cos_T1D, sin_T1D = cos_T1D.contiguous(), sin_T1D.contiguous()
         rows, heads, width = x_THD.shape
         if x_THD.stride()[1:] != (width, 1):
             x_THD = x_THD.contiguous()
@@ -146,13 +157,17 @@ class NativeOps:
         )
         return x_THD
 
-    def replayable(self, compute: Compute, *inputs: torch.Tensor) -> torch.Tensor:
+    def replayable(self, compute: Compute, context: object, *inputs: torch.Tensor) -> torch.Tensor:
         """See `LayerOps`."""
-        return compute(*inputs) if self._replay is None else self._replay.run(compute, inputs)
+        if self._replay is None:
+            return compute(context, *inputs)
+        return self._replay.run(compute, context, inputs)
 
     def _norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, gain: torch.Tensor, eps: float
     ) -> torch.Tensor:
+        gain = gain.contiguous()
+        self._calls.reads(gain)
         out = self._calls.empty(x.shape, x.dtype)
         width = x.shape[-1]
         self._calls.call(
@@ -167,6 +182,9 @@ class NativeOps:
             _bits(eps),
         )
         return out
+
+    def _are_mine(self, *tensors: torch.Tensor) -> bool:
+        return all(tensor.dtype == self._dtype for tensor in tensors)
 
     def _takes(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
         dtype = self._dtype

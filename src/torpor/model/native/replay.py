@@ -2,6 +2,7 @@
 
 What torch itself computes on the way would be missing in a repetition. So torch's functions are
 watched while calls are kept: a pass in which it does more than look at memory is never repeated.
+Weights that were given other memory since, and another context, are noticed before each repetition.
 """
 
 from __future__ import annotations
@@ -36,64 +37,87 @@ class Replay:
         self._room = allocate((ROOM_BYTES,), torch.uint8, "replay")
         self._current_epoch = epoch
         self._epoch: int | None = None
-        self._passes: dict[tuple[int, int], _Pass | None] = {}
-        """By number of tokens and threads; None for one that cannot be repeated."""
+        self._passes: dict[tuple[int, int], _Pass] = {}
+        """By number of tokens and threads."""
 
-    def run(self, compute: Compute, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """``compute(*inputs)``; the result holds until the next call.
+    def run(
+        self, compute: Compute, context: object, inputs: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """``compute(context, *inputs)``; the result holds until the next call.
 
         Args:
-            compute: the same function of inputs, weights and attention in every call.
+            compute: of context, inputs and weights alone, by the kernels of `calls`.
+            context: kept by reference; another one is another pass.
             inputs: [T, ...] each, the same sizes whenever T is the same; may be overwritten.
         """
         tokens = inputs[0].shape[0]
         if tokens > MAX_TOKENS:
-            return compute(*inputs)
+            return compute(context, *inputs)
         epoch = self._current_epoch()
         if epoch != self._epoch:
             self._passes.clear()
             self._epoch = epoch
         key = tokens, torch.get_num_threads()
-        if key not in self._passes:
-            self._passes[key], result = self._record(compute, inputs)
+        kept = self._passes.get(key)
+        if kept is None or not kept.is_of(compute, context):
+            kept, result = self._record(compute, context, inputs)
+            self._passes[key] = kept
             return result
-        kept = self._passes[key]
-        return compute(*inputs) if kept is None else kept.repeat(self._calls, inputs)
+        return kept.repeat(self._calls, inputs)
 
     def _record(
-        self, compute: Compute, inputs: Sequence[torch.Tensor]
-    ) -> tuple[_Pass | None, torch.Tensor]:
+        self, compute: Compute, context: object, inputs: Sequence[torch.Tensor]
+    ) -> tuple[_Pass, torch.Tensor]:
         tape = Tape(self._room)
         places = [tape.empty(each.shape, each.dtype) for each in inputs]
         for place, each in zip(places, inputs, strict=True):
             place.copy_(each)
-        self._calls.tape = tape
         try:
+            self._calls.tape = tape
             with _Watch() as watch:
-                result = compute(*places)
+                result = compute(context, *places)
         finally:
             self._calls.tape = None
-        if watch.computed or tape.overflow:
-            return None, result
-        tape.finish()
-        kept = _Pass(
-            tape,
-            [tape.at_the_place_of(place) for place in places],
-            tape.at_the_place_of(result),
-        )
-        # The room is every pass's: the next one may write where this result lies.
-        return kept, kept.result
+        kept = _Pass(compute, context)
+        if not watch.computed and not tape.overflow:
+            tape.finish()
+            # The room is every pass's: the next one may write where this result lies.
+            result = kept.keep(tape, places, result)
+        return kept, result
 
 
 class _Pass:
-    def __init__(self, tape: Tape, places: Sequence[torch.Tensor], result: torch.Tensor) -> None:
-        self._tape, self._places, self.result = tape, places, result
+    """One pass; without a tape it is computed each time."""
+
+    def __init__(self, compute: Compute, context: object) -> None:
+        self._compute, self._context = compute, context
+        self._tape: Tape | None = None
+        self._places: list[torch.Tensor] = []
+        self._result: torch.Tensor | None = None
+
+    def keep(
+        self, tape: Tape, places: Sequence[torch.Tensor], result: torch.Tensor
+    ) -> torch.Tensor:
+        """Repeat these calls from now on; the result at its place."""
+        self._tape = tape
+        self._places = [tape.at_the_place_of(place) for place in places]
+        self._result = tape.at_the_place_of(result)
+        return self._result
+
+    def is_of(self, compute: Compute, context: object) -> bool:
+        """Whether it is the same pass still, over the same memory."""
+        same = self._compute == compute and self._context is context
+        return same and (self._tape is None or self._tape.reads_the_same())
 
     def repeat(self, calls: Calls, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The result for other inputs."""
+        if self._tape is None:
+            return self._compute(self._context, *inputs)
+        assert self._result is not None, "a tape without a result"
         for place, each in zip(self._places, inputs, strict=True):
             place.copy_(each)
         self._tape.repeat(calls.library)
-        return self.result
+        return self._result
 
 
 class _Watch(TorchFunctionMode):
@@ -114,9 +138,8 @@ class _Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name not in _QUESTIONS:
             results = result if isinstance(result, list | tuple) else [result]
-            # add_, and __iadd__
-            writes = name.rstrip("_") + "_" == name or name.startswith("__i")
-            if writes or not all(_looks_at(args[0] if args else None, each) for each in results):
+            source = args[0] if args else None
+            if name not in _VIEWS or not all(_looks_at(source, each) for each in results):
                 self.computed = True
         return result
 
@@ -128,6 +151,15 @@ _QUESTIONS = frozenset(
     }
 )
 """What can be asked of a tensor without a look at its content."""
+
+_VIEWS = frozenset(
+    {
+        *("__getitem__", "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"),
+        *("transpose", "t", "permute", "expand", "split", "chunk", "narrow", "select"),
+        *("contiguous", "detach"),
+    }
+)
+"""What gives a view, or may; whether it did is looked at too."""
 
 
 def _looks_at(source: Any, result: Any) -> bool:

@@ -1,5 +1,6 @@
 // Attention of many queries of one row: tiles of queries against chunks of keys, both in the
-// processor's cache (Dao et al. 2022).
+// processor's cache (Dao et al. 2022). What a query must not see has weight 0, which does not help
+// where a value is not finite: it spreads within its row.
 //
 // Shapes: M queries of all heads that share a KV head, K positions of a chunk, D head size.
 

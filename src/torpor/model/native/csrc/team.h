@@ -2,7 +2,8 @@
 //
 // The caller never waits for a thread that has not begun: on a machine that is shared, a thread
 // without a processor costs a part of the speed, where the barriers of OpenMP cost a time slice of
-// the scheduler each. Nothing in a result depends on who computed it.
+// the scheduler each. Nothing in a result depends on who computed it, as long as nobody changes how
+// the calling thread treats numbers that are too small.
 
 #pragma once
 
@@ -31,6 +32,7 @@ class Team {
   explicit Team(int64_t threads) {
     sigset_t all, before;
     sigfillset(&all);
+    for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&all, fault);
     pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are the interpreter's
     try {
       for (int64_t i = 1; i < threads; i++) {
