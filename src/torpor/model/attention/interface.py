@@ -8,6 +8,7 @@ the longest table.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -99,3 +100,36 @@ class AttentionBackend(AttentionContext, Protocol):
     def begin(self, batch: AttentionBatch) -> None:
         """Prepare for one step; every later ``attend`` is of these rows."""
         ...
+
+
+class LseAttention(ABC):
+    """A backend that can also say the log-sum-exp of each token's scores."""
+
+    def attend(
+        self, spec: AttentionSpec, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor
+    ) -> torch.Tensor:
+        """See `AttentionContext`."""
+        return self._attend(spec, q_THD, k_THD, v_THD, with_lse=False)[0]
+
+    def attend_with_lse(
+        self, spec: AttentionSpec, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `attend`, and the log-sum-exp of each token's scores.
+
+        Returns:
+            [T, num_heads, v_dim] and float32 [T, num_heads] in natural logarithms.
+        """
+        out_THD, lse_TH = self._attend(spec, q_THD, k_THD, v_THD, with_lse=True)
+        assert lse_TH is not None, "no log-sum-exp though it was asked for"
+        return out_THD, lse_TH
+
+    @abstractmethod
+    def _attend(
+        self,
+        spec: AttentionSpec,
+        q_THD: torch.Tensor,
+        k_THD: torch.Tensor,
+        v_THD: torch.Tensor,
+        *,
+        with_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...

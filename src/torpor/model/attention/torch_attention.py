@@ -11,7 +11,12 @@ from collections.abc import Sequence
 import torch
 
 from torpor.errors import ArgumentError
-from torpor.model.attention.interface import AttentionBatch, AttentionSpec, Capabilities
+from torpor.model.attention.interface import (
+    AttentionBatch,
+    AttentionSpec,
+    Capabilities,
+    LseAttention,
+)
 from torpor.model.attention.invariant_attention import InvariantSteps, tile_positions
 from torpor.model.attention.kv_gather import (
     LayerRows,
@@ -33,7 +38,7 @@ _Geometry = tuple[int, int, int, int | None]
 _Where = torch.Tensor | Sequence[torch.Tensor]
 
 
-class TorchAttention:
+class TorchAttention(LseAttention):
     """The backend that runs everywhere and that others are compared with.
 
     Args:
@@ -105,32 +110,6 @@ class TorchAttention:
         self._slots = blocks_T, batch.slots_T - blocks_T * self._block_size
         if self._invariant is not None:
             self._invariant.begin(batch)
-
-    def attend(
-        self,
-        spec: AttentionSpec,
-        q_THD: torch.Tensor,
-        k_THD: torch.Tensor,
-        v_THD: torch.Tensor,
-    ) -> torch.Tensor:
-        """See `AttentionContext`."""
-        return self._attend(spec, q_THD, k_THD, v_THD, with_lse=False)[0]
-
-    def attend_with_lse(
-        self,
-        spec: AttentionSpec,
-        q_THD: torch.Tensor,
-        k_THD: torch.Tensor,
-        v_THD: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `attend`, and the log-sum-exp of each token's scores.
-
-        Returns:
-            [T, num_heads, v_dim] and float32 [T, num_heads] in natural logarithms.
-        """
-        out_THD, lse_TH = self._attend(spec, q_THD, k_THD, v_THD, with_lse=True)
-        assert lse_TH is not None
-        return out_THD, lse_TH
 
     def _attend(
         self,

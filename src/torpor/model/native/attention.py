@@ -11,7 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from torpor.model.attention.interface import AttentionBatch, AttentionSpec, Capabilities
+from torpor.model.attention.interface import (
+    AttentionBatch,
+    AttentionSpec,
+    Capabilities,
+    LseAttention,
+)
 from torpor.model.attention.kv_layout import KVLayout
 from torpor.model.machine.scratch import Allocate
 from torpor.model.native.calls import Calls
@@ -36,7 +41,7 @@ class _Batch:
     contexts_R: np.ndarray
 
 
-class NativeAttention:
+class NativeAttention(LseAttention):
     """`AttentionBackend` for a CPU.
 
     Args:
@@ -107,41 +112,18 @@ class NativeAttention:
         threads = min(torch.get_num_threads(), self._threads)
         self._team = self._library.team(threads)
 
-    def attend(
-        self,
-        spec: AttentionSpec,
-        q_THD: torch.Tensor,
-        k_THD: torch.Tensor,
-        v_THD: torch.Tensor,
-    ) -> torch.Tensor:
-        """See `AttentionContext`."""
-        return self._attend(spec, q_THD, k_THD, v_THD, None)
-
-    def attend_with_lse(
-        self,
-        spec: AttentionSpec,
-        q_THD: torch.Tensor,
-        k_THD: torch.Tensor,
-        v_THD: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `attend`, and the log-sum-exp of each token's scores.
-
-        Returns:
-            [T, num_heads, v_dim] and float32 [T, num_heads] in natural logarithms.
-        """
-        lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
-        return self._attend(spec, q_THD, k_THD, v_THD, lse_TH), lse_TH
-
     def _attend(
         self,
         spec: AttentionSpec,
         q_THD: torch.Tensor,
         k_THD: torch.Tensor,
         v_THD: torch.Tensor,
-        lse_TH: torch.Tensor | None,
-    ) -> torch.Tensor:
+        *,
+        with_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         q_THD, k_THD, v_THD = map(_with_heads_together, (q_THD, k_THD, v_THD))
         out_THD = self._calls.empty((*q_THD.shape[:2], spec.v_dim), q_THD.dtype)
+        lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32) if with_lse else None
         tokens = Tokens(
             q_THD.data_ptr(),
             k_THD.data_ptr(),
@@ -161,7 +143,7 @@ class NativeAttention:
             self._scratch.data_ptr(),
             self._stride,
         )
-        return out_THD
+        return out_THD, lse_TH
 
     def _step(self, spec: AttentionSpec) -> Step:
         group, tile = spec.num_heads // spec.num_kv_heads, self._tile_tokens[spec.layer]

@@ -20,13 +20,10 @@ constexpr int64_t kRun = 4;  // tiles of weights that a thread takes at a time
 
 // How many elements of K one step takes, and one step of it.
 template <class T>
-struct Dot;
-
-template <>
-struct Dot<float> {
+struct Dot {
   static constexpr int kStep = kLanes;
   using Piece = Vec;
-  INLINE Piece get(const float* from) { return load(from); }
+  INLINE Piece get(const T* from) { return load(from); }
   INLINE Vec add(Vec acc, Piece a, Piece b) { return acc + a * b; }
 };
 
@@ -43,14 +40,6 @@ struct Dot<BFloat16> {
   INLINE Vec add(Vec acc, Piece a, Piece b) {
     return reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc), a, b));
   }
-};
-#else
-template <>
-struct Dot<BFloat16> {
-  static constexpr int kStep = kLanes;
-  using Piece = Vec;
-  INLINE Piece get(const BFloat16* from) { return load(from); }
-  INLINE Vec add(Vec acc, Piece a, Piece b) { return acc + a * b; }
 };
 #endif
 
