@@ -10,7 +10,7 @@ import torch
 from tests.model.native_kernels import native_library
 
 from torpor.model.native import replay
-from torpor.model.native.calls import Calls, Tape
+from torpor.model.native.calls import Calls
 from torpor.model.native.ops import NativeOps
 from torpor.model.native.replay import MAX_TOKENS, Replay
 
@@ -49,7 +49,7 @@ class Bench:
         return x
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ops.replayable(self.compute, self.ops, x.clone()).clone()
+        return self.ops.run_pass(self.compute, self.ops, x.clone()).clone()
 
     def expected(self, x: torch.Tensor) -> torch.Tensor:
         return self.compute(self.plain, x.clone())
@@ -112,7 +112,7 @@ def test_another_context_is_another_pass() -> None:
 
     ops = bench.ops
     for one in (bench, other, bench, bench):
-        got = ops.replayable(compute, one, x.clone()).clone()
+        got = ops.run_pass(compute, one, x.clone()).clone()
         assert torch.equal(got, one.expected(x))
     assert (bench.computed, other.computed) == (2, 1)
 
@@ -123,7 +123,7 @@ def test_a_copy_of_the_operations_does_not_repeat_what_the_original_kept() -> No
     bench.run(x)
     twin = copy.deepcopy(bench.ops)
     bench.weights = [weight * 3 for weight in bench.weights]
-    got = twin.replayable(bench.compute, twin, x.clone())
+    got = twin.run_pass(bench.compute, twin, x.clone())
     assert torch.equal(got, bench.expected(x))
 
 
@@ -225,16 +225,28 @@ def test_scratch_memory_may_hold_anything_before_a_pass() -> None:
         bench.taken[0].fill_(fill)
 
 
-def test_memory_is_used_again_when_its_last_view_is_gone() -> None:
-    tape = Tape(torch.zeros(1 << 10, dtype=torch.uint8))
-    first = tape.empty((4, 16), torch.float32)
-    view = first.view(16, 4)[2:]
-    start = first.data_ptr()
-    del first
-    other = tape.empty((16,), torch.float32)
-    assert other.data_ptr() >= start + 256
-    del view
-    assert tape.empty((4, 16), torch.float32).data_ptr() == start
-    assert not tape.overflow
-    assert tape.empty((1 << 10,), torch.bfloat16).shape == (1 << 10,)
-    assert tape.overflow
+def test_long_passes_find_their_memory_in_the_room_and_are_computed_each_time() -> None:
+    bench = Bench()
+    x = rows(200)
+    memory = bench.taken[0]
+    for computed in (1, 2):
+        result = bench.ops.run_pass(bench.compute, bench.ops, x.clone())
+        assert torch.equal(result, bench.expected(x))
+        assert 0 <= result.data_ptr() - memory.data_ptr() < memory.numel()
+        assert bench.computed == computed
+
+
+def test_a_pass_that_does_not_repeat_leaves_the_kept_one_alone() -> None:
+    bench = Bench()
+    x = rows(3)
+    assert torch.equal(bench.run(x), bench.expected(x))
+
+    def some(context: object, x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return bench.compute(context, x)[wanted]
+
+    for wanted in (torch.tensor([2]), torch.tensor([0, 1])):
+        got = bench.ops.run_pass(some, bench.ops, x.clone(), wanted, repeats=False)
+        assert torch.equal(got, bench.expected(x)[wanted])
+    computed = bench.computed
+    assert torch.equal(bench.run(x), bench.expected(x))
+    assert bench.computed == computed

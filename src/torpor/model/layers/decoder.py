@@ -159,9 +159,9 @@ class Decoder(OpsModule):
         """int64 ids and positions [T] to hidden states [T, D], or [R, D] of those rows."""
         x_TD = self.embed_tokens(ids_T)
         cos, sin = self.rotary_emb(positions_T, x_TD.dtype)
-        if rows_R is not None:
-            return self._compute_layers(attn, x_TD, cos, sin, rows_R)
-        return self.ops.replayable(self._compute_layers, attn, x_TD, cos, sin)
+        if rows_R is None:
+            return self.ops.run_pass(self._compute_layers, attn, x_TD, cos, sin)
+        return self.ops.run_pass(self._compute_layers, attn, x_TD, cos, sin, rows_R, repeats=False)
 
     def _compute_layers(
         self,

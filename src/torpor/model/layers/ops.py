@@ -46,8 +46,10 @@ class LayerOps(Protocol):
         """``silu(gate) * up`` of [..., 2 * I], gate first: [..., I] (SwiGLU, Shazeer 2020)."""
         ...
 
-    def replayable(self, compute: Compute, context: object, *inputs: torch.Tensor) -> torch.Tensor:
-        """``compute(context, *inputs)``; the result holds until the next call.
+    def run_pass(
+        self, compute: Compute, context: object, *inputs: torch.Tensor, repeats: bool = True
+    ) -> torch.Tensor:
+        """``compute(context, *inputs)``; the result holds until the next call, or sleep.
 
         Its Python need not run again for inputs of sizes that were there before: hooks on modules
         within see the first such pass only.
@@ -55,7 +57,8 @@ class LayerOps(Protocol):
         Args:
             compute: depends on context, inputs and weights, and on nothing else.
             context: what attention knows of the step, say.
-            inputs: [T, ...] each; they may be overwritten.
+            inputs: [T, ...] each, T the number of tokens; they may be overwritten.
+            repeats: whether all sizes within follow from T.
         """
         ...
 
@@ -112,7 +115,9 @@ class TorchOps:
         residual = residual + x
         return self.rms_norm(residual, gain, eps), residual
 
-    def replayable(self, compute: Compute, context: object, *inputs: torch.Tensor) -> torch.Tensor:
+    def run_pass(
+        self, compute: Compute, context: object, *inputs: torch.Tensor, repeats: bool = True
+    ) -> torch.Tensor:
         """See `LayerOps`."""
         return compute(context, *inputs)
 

@@ -7,24 +7,25 @@ of the time. Calls whose addresses and sizes stay the same need it only once.
 from __future__ import annotations
 
 import ctypes
-import math
-import weakref
 from collections.abc import Sequence
 
 import torch
 
 from torpor.model.native.library import Kernel, Library
-
-ALIGNMENT = 64
-"""Bytes; a line of the processor's cache."""
+from torpor.model.native.room import Room
 
 
 class Calls:
-    """Calls the kernels of one engine. A `Tape`, while there is one, keeps them, gives memory."""
+    """Calls the kernels of one engine.
+
+    While there is a `Tape`, it keeps them; while there is a `Room`, results have their memory there
+    as far as it goes.
+    """
 
     def __init__(self, library: Library) -> None:
         self.library = library
         self.tape: Tape | None = None
+        self.room: Room | None = None
 
     def team(self) -> int:
         """Threads as many as torch computes with."""
@@ -39,9 +40,11 @@ class Calls:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory for a result."""
+        found = None if self.room is None else self.room.empty(shape, dtype)
+        if found is not None:
+            return found
         if self.tape is not None:
-            with torch._C.DisableTorchFunction():  # not a part of what is watched
-                return self.tape.empty(shape, dtype)
+            self.tape.overflow = True
         return torch.empty(shape, dtype=dtype)
 
     def reads(self, *weights: torch.Tensor | None) -> None:
@@ -66,52 +69,21 @@ class _Call(ctypes.Structure):
 
 
 class Tape:
-    """Calls in order, and the memory of their results.
+    """Calls in order; made again, they find what they need if their results lie where they lay."""
 
-    Results live in one piece of memory, where those that nobody holds any more make room for later
-    ones; so a call made again finds what it needs where it was.
-    """
-
-    def __init__(self, room: torch.Tensor) -> None:
-        """Start with no calls.
-
-        Args:
-            room: uint8, for all results that live at a time.
-        """
+    def __init__(self) -> None:
+        """Start with no calls."""
         self.structures: list[ctypes.Structure] = []
         self.weights: list[tuple[torch.Tensor, int]] = []
         """What the calls read, and the addresses they know."""
         self.overflow = False
         """Whether a result found no room; the calls cannot be made again then."""
-        self._room = room
-        self._bytes = room.numpy()
-        self._free = [(0, room.numel())]
         self._kept: list[tuple[int, ctypes.Array[ctypes.c_int64]]] = []
         self._calls: ctypes.Array[_Call] | None = None
 
     def keep(self, kernel: Kernel, arguments: ctypes.Array[ctypes.c_int64]) -> None:
         """Add a call."""
         self._kept.append((kernel.address, arguments))
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a result, free again when no tensor refers to it."""
-        nbytes = max(1, math.prod(shape) * dtype.itemsize)
-        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        start = self._take(size)
-        if start is None:
-            self.overflow = True
-            return torch.empty(shape, dtype=dtype)
-        piece = self._bytes[start : start + nbytes]
-        # The storage holds the array: it goes when the last view of it goes.
-        weakref.finalize(piece, self._give_back, start, size).atexit = False
-        return _typed(torch.from_numpy(piece), shape, dtype)
-
-    def at_the_place_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same place, as a part of the room itself."""
-        start = tensor.data_ptr() - self._room.data_ptr()
-        nbytes = tensor.numel() * tensor.dtype.itemsize
-        assert 0 <= start <= self._room.numel() - nbytes, "a result from elsewhere"
-        return _typed(self._room[start : start + nbytes], tensor.shape, tensor.dtype)
 
     def reads_the_same(self) -> bool:
         """Whether all weights are where they were."""
@@ -126,27 +98,3 @@ class Tape:
         """Make all calls again."""
         assert self._calls is not None, "an unfinished tape"
         library.repeat(ctypes.addressof(self._calls), len(self._calls))
-
-    def _take(self, size: int) -> int | None:
-        for index, (start, length) in enumerate(self._free):
-            if length >= size:
-                self._free[index] = (start + size, length - size)
-                return start
-        return None
-
-    def _give_back(self, start: int, size: int) -> None:
-        self._free.append((start, size))
-        self._free.sort()
-        merged: list[tuple[int, int]] = []
-        for piece in self._free:
-            if merged and sum(merged[-1]) == piece[0]:
-                merged[-1] = (merged[-1][0], merged[-1][1] + piece[1])
-            else:
-                merged.append(piece)
-        self._free = merged
-
-
-def _typed(piece: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    if not math.prod(shape):
-        return torch.empty(shape, dtype=dtype)
-    return piece.view(dtype).view(*shape)

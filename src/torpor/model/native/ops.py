@@ -39,7 +39,7 @@ class NativeOps:
             dtype: of weights and activations.
             batch_invariant: without that exception; products of many rows are slower then.
             calls: of one engine, those of attention included; None for calls of its own.
-            replay: repeats passes; None to compute each.
+            replay: computes passes and repeats what can be; None to compute each by itself.
 
         Raises:
             KernelsUnavailableError: there are no kernels for the dtype.
@@ -157,11 +157,13 @@ class NativeOps:
         )
         return x_THD
 
-    def replayable(self, compute: Compute, context: object, *inputs: torch.Tensor) -> torch.Tensor:
+    def run_pass(
+        self, compute: Compute, context: object, *inputs: torch.Tensor, repeats: bool = True
+    ) -> torch.Tensor:
         """See `LayerOps`."""
         if self._replay is None:
             return compute(context, *inputs)
-        return self._replay.run(compute, context, inputs)
+        return self._replay.run(compute, context, inputs, repeats=repeats)
 
     def _norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, gain: torch.Tensor, eps: float

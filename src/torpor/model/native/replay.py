@@ -7,7 +7,8 @@ Weights that were given other memory since, and another context, are noticed bef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +17,17 @@ from torch.overrides import TorchFunctionMode
 from torpor.model.layers.ops import Compute
 from torpor.model.machine.scratch import Allocate
 from torpor.model.native.calls import Calls, Tape
+from torpor.model.native.room import Room
 
 MAX_TOKENS = 64
 """With more, what Python takes no longer counts."""
-ROOM_BYTES = 16 << 20
+ROOM_BYTES = 64 << 20
+"""For the results of a pass that live at a time. Where a pass needs more, products take so long
+that its memory no longer counts."""
 
 
 class Replay:
-    """Repeats passes over the same number of tokens."""
+    """Computes passes; short ones over the same number of tokens are repeated."""
 
     def __init__(self, calls: Calls, allocate: Allocate, *, epoch: Callable[[], int]) -> None:
         """Start with none.
@@ -34,25 +38,32 @@ class Replay:
             epoch: of the weights; what was kept before it moves is forgotten.
         """
         self._calls = calls
-        self._room = allocate((ROOM_BYTES,), torch.uint8, "replay")
+        self._memory = allocate((ROOM_BYTES,), torch.uint8, "results")
         self._current_epoch = epoch
         self._epoch: int | None = None
         self._passes: dict[tuple[int, int], _Pass] = {}
         """By number of tokens and threads."""
 
     def run(
-        self, compute: Compute, context: object, inputs: Sequence[torch.Tensor]
+        self,
+        compute: Compute,
+        context: object,
+        inputs: Sequence[torch.Tensor],
+        *,
+        repeats: bool = True,
     ) -> torch.Tensor:
-        """``compute(context, *inputs)``; the result holds until the next call.
+        """``compute(context, *inputs)``; the result holds until the next call, or sleep.
 
         Args:
             compute: of context, inputs and weights alone, by the kernels of `calls`.
             context: kept by reference; another one is another pass.
             inputs: [T, ...] each, the same sizes whenever T is the same; may be overwritten.
+            repeats: False where that is not so.
         """
         tokens = inputs[0].shape[0]
-        if tokens > MAX_TOKENS:
-            return compute(context, *inputs)
+        if tokens > MAX_TOKENS or not repeats:
+            with self._results_in(Room(self._memory)):
+                return compute(context, *inputs)
         epoch = self._current_epoch()
         if epoch != self._epoch:
             self._passes.clear()
@@ -63,31 +74,40 @@ class Replay:
             kept, result = self._record(compute, context, inputs)
             self._passes[key] = kept
             return result
+        if not kept.repeats:
+            with self._results_in(Room(self._memory)):
+                return compute(context, *inputs)
         return kept.repeat(self._calls, inputs)
 
     def _record(
         self, compute: Compute, context: object, inputs: Sequence[torch.Tensor]
     ) -> tuple[_Pass, torch.Tensor]:
-        tape = Tape(self._room)
-        places = [tape.empty(each.shape, each.dtype) for each in inputs]
-        for place, each in zip(places, inputs, strict=True):
-            place.copy_(each)
-        try:
-            self._calls.tape = tape
-            with _Watch() as watch:
-                result = compute(context, *places)
-        finally:
-            self._calls.tape = None
+        room, tape = Room(self._memory), Tape()
+        places = [room.empty(each.shape, each.dtype) for each in inputs]
+        given = [
+            each if place is None else place.copy_(each)
+            for place, each in zip(places, inputs, strict=True)
+        ]
+        with self._results_in(room, tape), _Watch() as watch:
+            result = compute(context, *given)
         kept = _Pass(compute, context)
-        if not watch.computed and not tape.overflow:
+        if None not in places and not watch.computed and not tape.overflow:
             tape.finish()
             # The room is every pass's: the next one may write where this result lies.
-            result = kept.keep(tape, places, result)
+            result = kept.keep(tape, room, given, result)
         return kept, result
+
+    @contextlib.contextmanager
+    def _results_in(self, room: Room, tape: Tape | None = None) -> Iterator[None]:
+        self._calls.room, self._calls.tape = room, tape
+        try:
+            yield
+        finally:
+            self._calls.room = self._calls.tape = None
 
 
 class _Pass:
-    """One pass; without a tape it is computed each time."""
+    """One pass, and its tape if it can be repeated."""
 
     def __init__(self, compute: Compute, context: object) -> None:
         self._compute, self._context = compute, context
@@ -95,13 +115,18 @@ class _Pass:
         self._places: list[torch.Tensor] = []
         self._result: torch.Tensor | None = None
 
+    @property
+    def repeats(self) -> bool:
+        """Whether it can be repeated; else it is computed each time."""
+        return self._tape is not None
+
     def keep(
-        self, tape: Tape, places: Sequence[torch.Tensor], result: torch.Tensor
+        self, tape: Tape, room: Room, places: Sequence[torch.Tensor], result: torch.Tensor
     ) -> torch.Tensor:
         """Repeat these calls from now on; the result at its place."""
         self._tape = tape
-        self._places = [tape.at_the_place_of(place) for place in places]
-        self._result = tape.at_the_place_of(result)
+        self._places = [room.at_the_place_of(place) for place in places]
+        self._result = room.at_the_place_of(result)
         return self._result
 
     def is_of(self, compute: Compute, context: object) -> bool:
@@ -111,8 +136,7 @@ class _Pass:
 
     def repeat(self, calls: Calls, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The result for other inputs."""
-        if self._tape is None:
-            return self._compute(self._context, *inputs)
+        assert self._tape is not None, "a pass without a tape"
         assert self._result is not None, "a tape without a result"
         for place, each in zip(self._places, inputs, strict=True):
             place.copy_(each)
