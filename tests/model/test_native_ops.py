@@ -368,6 +368,33 @@ def test_gates_at_every_width(dtype: torch.dtype, width: int) -> None:
     assert torch.equal(ops.gated(wide), ops.gated(wide.clone()))
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("rows", [1, 127, 128, 131, 1011])
+@each_dtype
+def test_a_gated_product_has_the_bits_of_product_and_gate(
+    dtype: torch.dtype, rows: int, batch_invariant: bool
+) -> None:
+    ops = native(dtype, batch_invariant=batch_invariant)
+    for width, inner, bias in ((33, 64, True), (300, 128, False), (64, 96, True), (24, 40, False)):
+        x = drawn(rows, width + 5, dtype=dtype)[:, :width]
+        weight = drawn(2 * inner, width, dtype=dtype, seed=1)
+        added = drawn(2 * inner, dtype=dtype, seed=2) if bias else None
+        out = ops.linear_gated(x, weight, added)
+        assert torch.equal(out, ops.gated(ops.linear(x, weight, added)))
+        lead = ops.linear_gated(x[None], weight, added)
+        assert torch.equal(lead, out[None])
+
+
+def test_a_gated_product_of_what_the_kernels_do_not_take_is_torchs() -> None:
+    ops = native(torch.float32)
+    x, weight = drawn(200, 16, dtype=torch.float64), drawn(128, 16, dtype=torch.float64)
+    assert torch.equal(ops.linear_gated(x, weight, None), TorchOps().linear_gated(x, weight, None))
+    assert ops.linear_gated(drawn(0, 16, dtype=torch.float32), weight.float(), None).shape == (
+        0,
+        64,
+    )
+
+
 @each_dtype
 def test_a_row_between_others_has_the_bits_it_has_alone(dtype: torch.dtype) -> None:
     ops, gain = native(dtype), drawn(77, dtype=dtype, seed=1)

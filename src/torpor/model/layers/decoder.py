@@ -87,7 +87,9 @@ class MLP(OpsModule):
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """[T, D] to [T, D]."""
-        out: torch.Tensor = self.down_proj(self.ops.gated(self.gate_up_proj(x_TD)))
+        gate_up = self.gate_up_proj
+        inner_TI = self.ops.linear_gated(x_TD, gate_up.weight, gate_up.bias)
+        out: torch.Tensor = self.down_proj(inner_TI)
         return out
 
 

@@ -52,7 +52,7 @@ class Experts(OpsModule):
         start = 0
         for expert, count in zip(used.tolist(), counts.tolist(), strict=True):
             rows = slice(start, start + count)
-            inner = self.ops.gated(self.ops.linear(x_ND[rows], gate_up_E[expert], None))
+            inner = self.ops.linear_gated(x_ND[rows], gate_up_E[expert], None)
             y = self.ops.linear(inner, down_E[expert], None)
             # A token is at most once among an expert's rows and meets its experts in ascending
             # order: the sum depends neither on the other tokens nor on threads.

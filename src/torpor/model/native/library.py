@@ -84,6 +84,7 @@ class Library:
         except OSError as error:
             raise KernelsUnavailableError(f"{path} cannot be loaded: {error}") from error
         self._repeat = self.function("repeat", [_POINTER, _INT])
+        self._gates_along = self.function("gates_along", [_INT, _INT], _INT)
         self._new_team = self.function("new_team", [_INT], _POINTER)
         self._teams: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -114,6 +115,10 @@ class Library:
     def repeat(self, calls: int, count: int) -> None:
         """Make so many calls, whose array of ``Call`` is at an address."""
         self._repeat(calls, count)
+
+    def gates_along(self, rows: int, width: int) -> bool:
+        """Whether the kernel ``linear_gated`` takes so many rows and gated outputs."""
+        return bool(self._gates_along(rows, width))
 
     def scratch_floats(self, layer: Layer) -> int:
         """float32 elements that each thread needs to attend in a layer."""

@@ -50,6 +50,10 @@ class NativeOps:
         self._replay = replay
         self._linear = library.kernel("linear", dtype, dtype)
         self._linear_to_float32 = library.kernel("linear", dtype, torch.float32)
+        # None where there is no such kernel, or its bits would depend on the number of rows.
+        self._linear_gated: Kernel | None = None
+        if dtype == torch.float32 and not batch_invariant:
+            self._linear_gated = library.kernel("linear_gated", dtype)
         self._rms_norm, self._gated, self._rotate = (
             library.kernel(name, dtype) for name in ("rms_norm", "gated", "rotate")
         )
@@ -133,6 +137,36 @@ class NativeOps:
             width,
         )
         return out
+
+    def linear_gated(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See `LayerOps`."""
+        width, kernel = weight.shape[0] // 2, self._linear_gated
+        rows = x.numel() // max(x.shape[-1], 1)
+        if (
+            kernel is None
+            or not self._takes(x, weight, bias)
+            or not self._calls.library.gates_along(rows, width)
+        ):
+            return self.gated(self.linear(x, weight, bias))
+        x_TI = _rows(x)
+        out_TO = self._calls.empty((rows, width), x.dtype)
+        self._calls.reads(weight, bias)
+        self._calls.call(
+            kernel,
+            self._calls.team(),
+            x_TI.data_ptr(),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out_TO.data_ptr(),
+            rows,
+            2 * width,
+            weight.shape[1],
+            x_TI.stride(0),
+            width,
+        )
+        return out_TO if x.dim() == 2 else out_TO.view(*x.shape[:-1], width)
 
     def rotate(
         self, x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor

@@ -55,6 +55,9 @@ static void rms_norm(Team* team, const T* x, T* residual, const T* gain, T* out,
   });
 }
 
+// silu(gate) * up
+INLINE Vec through_gate(Vec gate, Vec up) { return gate / (1.0f + exponential(-gate)) * up; }
+
 // out[rows, width] = silu(gate) * up of gate_up[rows, 2 * width] (Shazeer 2020).
 template <class T>
 static void gated(Team* team, const T* gate_up, T* out, int64_t rows, int64_t width) {
@@ -63,8 +66,8 @@ static void gated(Team* team, const T* gate_up, T* out, int64_t rows, int64_t wi
     const T* up = gate + width;
     T* to = out + i * width;
     for (int64_t k = 0; k < width; k += kLanes) {
-      const Vec g = load_part(gate + k, width - k);
-      store_part(to + k, g / (1.0f + exponential(-g)) * load_part(up + k, width - k), width - k);
+      const Vec part = load_part(gate + k, width - k);
+      store_part(to + k, through_gate(part, load_part(up + k, width - k)), width - k);
     }
   });
 }

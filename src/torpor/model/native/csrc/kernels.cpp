@@ -48,6 +48,9 @@ int64_t scratch_floats(const Layer* layer) {
 }
 int64_t tokens_of_a_tile(const Layer* layer) { return tile_tokens(*layer); }
 
+// Whether `linear_gated` takes so many rows, of so many elements each.
+int64_t gates_along(int64_t rows, int64_t width) { return gates_many(rows, width); }
+
 // A call of any of the functions below: all of them take integers and addresses in an array, so that
 // calls can be kept and repeated.
 struct Call {
@@ -65,6 +68,11 @@ void repeat(const Call* calls, int64_t count) {
                              a[6],        a[7],        a[8],        a[9]};                 \
     multiply(at<Team>(a[0]), given, a[10]);                                                \
   }
+// Arguments: team, x, w, bias, y, M, N, K, x_stride, y_stride.
+void linear_gated_f32(const int64_t* a) {
+  linear_gated(at<Team>(a[0]), {at<float>(a[1]), at<float>(a[2]), at<float>(a[3]), at<float>(a[4]),
+                                a[5], a[6], a[7], a[8], a[9]});
+}
 // Arguments: team, x, residual, gain, out, rows, width, the bits of eps.
 #define RMS_NORM(NAME, T)                                                                        \
   void rms_norm_##NAME(const int64_t* a) {                                                       \
