@@ -21,7 +21,10 @@ from pathlib import Path
 from torpor.errors import HostCopyError
 from torpor.model.checkpoints.cache import cache_root
 
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-pthread", "-fPIC", "-shared", "-w")
+FLAGS = (
+    *("-std=c++20", "-O3", "-march=native", "-ffp-contract=off"),
+    *("-pthread", "-fPIC", "-shared", "-w"),
+)
 COMPILERS = ("g++", "clang++", "c++")
 TIMEOUT_S = 300
 

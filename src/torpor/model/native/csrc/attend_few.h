@@ -37,7 +37,7 @@ INLINE void score(const float* query, int64_t width, const C* const* keys, float
     for (int g = 0; g < G; g++) {
       const Vec part = load(query + g * padded(width) + k);
 #pragma GCC unroll 4
-      for (int p = 0; p < P; p++) acc[g][p] += part * parts[p];
+      for (int p = 0; p < P; p++) acc[g][p] = multiply_add(part, parts[p], acc[g][p]);
     }
   }
 #pragma GCC unroll 4
@@ -65,7 +65,8 @@ INLINE void weigh(const Chunk<C>& chunk, int64_t count, int64_t at, int64_t widt
     for (int i = 0; i < V; i++) {
       const Vec part = load_part(from + i * kLanes, width - at - i * kLanes);
 #pragma GCC unroll 4
-      for (int g = 0; g < G; g++) acc[g][i] += part * weights[g * kChunk + j];
+      for (int g = 0; g < G; g++)
+        acc[g][i] = multiply_add(part, weights[g * kChunk + j], acc[g][i]);
     }
   }
   for (int g = 0; g < G; g++)

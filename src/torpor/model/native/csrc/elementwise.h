@@ -39,11 +39,11 @@ static void rms_norm(Team* team, const T* x, T* residual, const T* gain, T* out,
     for (; k + 4 * kLanes <= width; k += 4 * kLanes)
       for (int j = 0; j < 4; j++) {
         const Vec part = load(from + k + j * kLanes);
-        squares[j] += part * part;
+        squares[j] = multiply_add(part, part, squares[j]);
       }
     for (; k + kLanes <= width; k += kLanes) {
       const Vec part = load(from + k);
-      squares[0] += part * part;
+      squares[0] = multiply_add(part, part, squares[0]);
     }
     float square = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
     for (; k < width; k++) square += widen(from[k]) * widen(from[k]);
@@ -87,13 +87,13 @@ static void rotate(Team* team, T* x, const T* cosines, const T* sines, int64_t r
       int64_t k = 0;
       for (; k + kLanes <= half; k += kLanes) {
         const Vec a = load(low + k), b = load(high + k);
-        store(low + k, a * load(cos + k) + b * load(sin + k));
-        store(high + k, b * load(cos + half + k) + a * load(sin + half + k));
+        store(low + k, multiply_add(a, load(cos + k), b * load(sin + k)));
+        store(high + k, multiply_add(b, load(cos + half + k), a * load(sin + half + k)));
       }
       for (; k < half; k++) {
         const float a = widen(low[k]), b = widen(high[k]);
-        put(low + k, a * widen(cos[k]) + b * widen(sin[k]));
-        put(high + k, b * widen(cos[half + k]) + a * widen(sin[half + k]));
+        put(low + k, std::fma(a, widen(cos[k]), b * widen(sin[k])));
+        put(high + k, std::fma(b, widen(cos[half + k]), a * widen(sin[half + k])));
       }
     }
   });

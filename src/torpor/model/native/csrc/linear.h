@@ -9,10 +9,6 @@
 
 #include "team.h"
 
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
-
 // Rows of x that stay in the processor's cache while all weights pass by.
 constexpr int64_t kRowsBytes = 384 << 10;
 
@@ -24,7 +20,7 @@ struct Dot {
   static constexpr int kStep = kLanes;
   using Piece = Vec;
   INLINE Piece get(const T* from) { return load(from); }
-  INLINE Vec add(Vec acc, Piece a, Piece b) { return acc + a * b; }
+  INLINE Vec add(Vec acc, Piece a, Piece b) { return multiply_add(a, b, acc); }
 };
 
 #if defined(__AVX512BF16__)
@@ -102,7 +98,6 @@ INLINE void outputs(const Linear<T, Y>& a, int64_t m, int64_t n, const Ahead<T>&
   for (; k < a.K; k++)
     for (int i = 0; i < NR; i++)
       for (int j = 0; j < MR; j++)
-        // Said in full: compilers fuse a sum of one output's products otherwise than of several.
         out[i][j] = std::fma(widen(w[i * a.K + k]), widen(x[j * a.x_stride + k]), out[i][j]);
   for (int i = 0; i < NR; i++) {
     const float bias = a.bias ? widen(a.bias[n + i]) : 0.0f;

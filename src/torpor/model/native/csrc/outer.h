@@ -35,7 +35,7 @@ INLINE void outer(const float* a, int64_t a_stride, const float* b, int64_t b_st
     for (int r = 0; r < R; r++) {
       const Vec down = broadcast(a[r * a_stride + k]);
 #pragma GCC unroll 8
-      for (int i = 0; i < V; i++) acc[r][i] += down * across[i];
+      for (int i = 0; i < V; i++) acc[r][i] = multiply_add(down, across[i], acc[r][i]);
     }
   }
   for (int r = 0; r < R; r++)

@@ -1,5 +1,8 @@
 // Vectors of floats in the widest registers of the processor this is compiled for.
 //
+// Where a product is added to something, rounding once or twice is said, with `multiply_add` or
+// without: compilers choose differently from loop to loop (and are told not to).
+//
 // A sum over a vector always adds the same pairs in the same order, alone or four at a time: what a
 // row's bits are must not depend on how many rows were computed beside it.
 
@@ -8,6 +11,11 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
+
+#if defined(__FMA__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -58,6 +66,29 @@ INLINE Vec load(const BFloat16* from) {
   const Ints wide = __builtin_convertvector(halves, Ints) << 16;
   return reinterpret_cast<Vec>(wide);
 }
+// a * b + c, rounded once; twice on processors that cannot do better, there always.
+INLINE Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Vec>(_mm512_fmadd_ps(reinterpret_cast<__m512>(a),
+                                               reinterpret_cast<__m512>(b),
+                                               reinterpret_cast<__m512>(c)));
+#elif defined(__FMA__)
+  return reinterpret_cast<Vec>(_mm256_fmadd_ps(reinterpret_cast<__m256>(a),
+                                               reinterpret_cast<__m256>(b),
+                                               reinterpret_cast<__m256>(c)));
+#elif defined(__x86_64__)
+  return a * b + c;
+#else
+  for (int i = 0; i < kLanes; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+#endif
+}
+INLINE Vec multiply_add(Vec a, float b, Vec c) { return multiply_add(a, broadcast(b), c); }
+INLINE Vec multiply_add(Vec a, Vec b, float c) { return multiply_add(a, b, broadcast(c)); }
+INLINE Vec multiply_add(Vec a, float b, float c) {
+  return multiply_add(a, broadcast(b), broadcast(c));
+}
+
 INLINE void store(float* to, Vec x) { std::memcpy(to, &x, sizeof(x)); }
 
 // To the nearest, ties to even; a NaN stays one.
@@ -165,13 +196,9 @@ constexpr float kLog2E = 1.44269504088896341f;
 // The Taylor polynomial of e**r: at |r| <= ln 2 / 2 the remainder is below 4e-9.
 INLINE Vec polynomial(Vec r) {
   Vec p = broadcast(1.0f / 5040);
-  p = p * r + 1.0f / 720;
-  p = p * r + 1.0f / 120;
-  p = p * r + 1.0f / 24;
-  p = p * r + 1.0f / 6;
-  p = p * r + 0.5f;
-  p = p * r + 1.0f;
-  return p * r + 1.0f;
+  for (const float factor : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+    p = multiply_add(p, r, factor);
+  return p;
 }
 
 // e**x within 2 units in the last place; exactly 0 below -87, infinite above 88.7; a NaN stays one.
@@ -179,9 +206,9 @@ INLINE Vec polynomial(Vec r) {
 // x = n ln 2 + r. ln 2 is taken away in two parts, the first of which has few digits.
 INLINE Vec exponential(Vec x) {
   const Vec bounded = select(x > 88.7f, broadcast(88.7f), select(x < -87.0f, broadcast(-87.0f), x));
-  const Vec shifted = bounded * kLog2E + kToInteger;
+  const Vec shifted = multiply_add(bounded, kLog2E, kToInteger);
   const Vec n = shifted - kToInteger;
-  const Vec p = polynomial((bounded - n * 0.693359375f) + n * 2.12194440e-4f);
+  const Vec p = polynomial(multiply_add(n, 2.12194440e-4f, multiply_add(n, -0.693359375f, bounded)));
   // 2**n by its exponent; in two halves, since n may be 128.
   const Ints whole = reinterpret_cast<Ints>(shifted) - reinterpret_cast<Ints>(broadcast(kToInteger));
   const Ints half = whole >> 1;
@@ -195,8 +222,8 @@ INLINE Vec exponential(Vec x) {
 // 1e-8 times |x| more.
 INLINE Vec weight(Vec x) {
   const Vec bounded = select(x < -87.0f, broadcast(-87.0f), x);
-  const Vec shifted = bounded * kLog2E + kToInteger;
-  const Vec p = polynomial(bounded - (shifted - kToInteger) * 0.69314718056f);
+  const Vec shifted = multiply_add(bounded, kLog2E, kToInteger);
+  const Vec p = polynomial(multiply_add(shifted - kToInteger, -0.69314718056f, bounded));
   const Ints whole = reinterpret_cast<Ints>(shifted) - reinterpret_cast<Ints>(broadcast(kToInteger));
   return select(x < -87.0f, Vec{}, p * reinterpret_cast<Vec>((whole + 127) << 23));
 }
