@@ -37,6 +37,8 @@ def test_the_defaults_are_these() -> None:
     found = {field.name: getattr(args, field.name) for field in fields(args)}
     assert found == {
         "model": "m",
+        "load_format": "auto",
+        "sink_placement": "merged",
         "dtype": "auto",
         "max_model_len": None,
         "seed": 0,

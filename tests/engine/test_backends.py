@@ -167,7 +167,8 @@ def allocate(shape: Sequence[int], dtype: torch.dtype, name: str) -> torch.Tenso
 @pytest.mark.usefixtures("compiled_kernels")
 def test_batch_invariance_reaches_attention(kernels: str, batch_invariant: bool) -> None:
     args = EngineArgs(model="m", cpu_kernels=kernels, batch_invariant=batch_invariant)
-    ops, attention = choose_backends(args, memory(), allocate)
+    ops, make_attention = choose_backends(args, memory(), allocate)
+    attention = make_attention("")
     assert attention.capabilities.name == kernels
     assert attention.capabilities.batch_invariant is batch_invariant
     assert isinstance(ops, NativeOps if kernels == "native" else TorchOps)
@@ -182,7 +183,8 @@ def test_kernels_nobody_wants_are_not_compiled(
 
     monkeypatch.setattr(backends, "load_library", never)
     args = EngineArgs(model="m", cpu_kernels=kernels)
-    ops, attention = choose_backends(args, memory(device=device), allocate)
+    ops, make_attention = choose_backends(args, memory(device=device), allocate)
+    attention = make_attention("")
     assert attention.capabilities.name == "torch"
     assert isinstance(ops, TorchOps)
 
@@ -195,7 +197,8 @@ def test_a_dtype_without_kernels_goes_to_torch_and_compiles_nothing(
 
     monkeypatch.setattr(backends, "load_library", never)
     half = memory(torch.float16)
-    ops, attention = choose_backends(EngineArgs(model="m"), half, allocate)
+    ops, make_attention = choose_backends(EngineArgs(model="m"), half, allocate)
+    attention = make_attention("")
     assert attention.capabilities.name == "torch"
     assert isinstance(ops, TorchOps)
     assert caplog.records == []

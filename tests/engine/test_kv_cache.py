@@ -11,6 +11,7 @@ from torch import nn
 
 from torpor.engine.args import EngineArgs
 from torpor.engine.steps.kv_cache import KVCacheMemory, allocate_kv_cache, resolve_num_blocks
+from torpor.engine.steps.sinks import Sinks
 from torpor.errors import ArgumentError
 from torpor.model.attention.interface import AttentionSpec
 from torpor.sleep.sleeper import Sleeper
@@ -36,8 +37,9 @@ def sleeper() -> Iterator[Sleeper]:
 
 
 def allocate(sleeper: Sleeper, dtype: torch.dtype = torch.float32) -> KVCacheMemory:
+    chosen = args(num_gpu_blocks_override=9)
     return allocate_kv_cache(
-        sleeper, args(num_gpu_blocks_override=9), LAYERS, max_model_len=30, dtype=dtype
+        sleeper, chosen, LAYERS, max_model_len=30, dtype=dtype, sinks=Sinks((), chosen)
     )
 
 
@@ -155,5 +157,6 @@ def test_a_refused_size_takes_no_memory(sleeper: Sleeper) -> None:
             LAYERS,
             max_model_len=30,
             dtype=torch.float32,
+            sinks=Sinks((), args()),
         )
     assert [row.name for row in sleeper.table()] == before

@@ -54,6 +54,8 @@ QWEN3_MOE: Mapping[str, Any] = {
 class OneSequence:
     """The simplest attention context: one sequence, one growing tensor a layer."""
 
+    holds_sinks = False
+
     def __init__(self) -> None:
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -83,6 +85,21 @@ class OneSequence:
         )[0]
         return out_HTD.transpose(0, 1)
 
+    def attend_with_lse(
+        self,
+        spec: AttentionSpec,
+        q_THD: torch.Tensor,
+        k_THD: torch.Tensor,
+        v_THD: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out_THD = self.attend(spec, q_THD, k_THD, v_THD)
+        k_all = self.layers[spec.layer][0]
+        k_HSD = k_all.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=1).transpose(0, 1)
+        scores_HTS = q_THD.transpose(0, 1).float() @ k_HSD.float().mT * spec.scale
+        hidden_TS = ~seen(len(q_THD), spec, len(k_all))
+        lse_HT = scores_HTS.masked_fill(hidden_TS, -torch.inf).logsumexp(-1)
+        return out_THD, lse_HT.T
+
 
 def seen(num_new: int, spec: AttentionSpec, num_total: int) -> torch.Tensor:
     """Which of all tokens each new one sees: bool [num_new, num_total]."""
@@ -100,7 +117,7 @@ def fill(model: DecoderForCausalLM, source: WeightSource) -> DecoderForCausalLM:
             module.register_parameter(name, fresh[id(parameter)])
     table, parameters = model.slice_table(), dict(model.named_parameters())
     for name, tensor in source.pairs():
-        if name in table.ignored:
+        if table.ignores(name):
             continue
         entry = table[name]
         rows = parameters[entry.parameter]

@@ -30,9 +30,10 @@ def test_sizes_and_defaults() -> None:
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 4, 8)
     assert (config.bos_token_id, config.eos_token_ids, config.dtype) == (1, (2,), "float32")
     assert config.rope == RopeConfig(theta=10000.0)
-    assert not any((config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm))
-    assert config.windows == (None, None)
-    assert config.moe is None
+    features = config.features
+    assert not any((features.qkv_bias, features.o_bias, features.mlp_bias, features.qk_norm))
+    assert features.windows == (None, None)
+    assert features.moe is None
 
 
 def test_head_dim_may_differ_from_the_even_split() -> None:
@@ -243,13 +244,14 @@ def test_key_value_heads_must_be_stated_outside_llama(family: Mapping[str, Any])
     ],
 )
 def test_windows_of_each_layer(overrides: dict[str, Any], windows: tuple[int | None, ...]) -> None:
-    assert parsed(**overrides).windows == windows
+    assert parsed(**overrides).features.windows == windows
 
 
 def test_features_of_each_family() -> None:
     def features(**overrides: Any) -> tuple[bool, bool, bool, int]:
         config = parsed(**overrides)
-        return config.qkv_bias, config.o_bias, config.qk_norm, config.head_dim
+        found = config.features
+        return found.qkv_bias, found.o_bias, found.qk_norm, config.head_dim
 
     assert features(**MISTRAL) == (False, False, False, 8)
     assert features(**MISTRAL, head_dim=12) == (False, False, False, 12)
@@ -262,20 +264,23 @@ def test_features_of_each_family() -> None:
 
 def test_experts_and_the_layers_that_have_them() -> None:
     def layers(**overrides: Any) -> set[int]:
-        moe = parsed(**{**QWEN3_MOE, "num_hidden_layers": 6, **overrides}).moe
+        moe = parsed(**{**QWEN3_MOE, "num_hidden_layers": 6, **overrides}).features.moe
         assert moe is not None
         return set(moe.layers)
 
-    moe = parsed(**QWEN3_MOE).moe
+    moe = parsed(**QWEN3_MOE).features.moe
     assert moe is not None
     assert (moe.num_experts, moe.num_experts_per_tok, moe.intermediate_size) == (4, 2, 24)
     assert not moe.norm_topk_prob
-    assert parsed(**{**QWEN3_MOE, "num_experts": None, "num_local_experts": 4}).moe == moe
+    assert parsed(**{**QWEN3_MOE, "num_experts": None, "num_local_experts": 4}).features.moe == moe
     assert layers() == {0, 1, 2, 3, 4, 5}
     assert layers(decoder_sparse_step=2) == {1, 3, 5}
     assert layers(mlp_only_layers=[0, 5]) == {1, 2, 3, 4}
     assert layers(decoder_sparse_step=3, mlp_only_layers=[2]) == {5}
-    assert parsed(**QWEN3_MOE, output_router_logits=True, router_aux_loss_coef=0.001).moe == moe
+    assert (
+        parsed(**QWEN3_MOE, output_router_logits=True, router_aux_loss_coef=0.001).features.moe
+        == moe
+    )
 
 
 def test_switched_off_and_harmless_fields_are_accepted() -> None:

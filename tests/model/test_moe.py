@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from torpor.model.config.families import MoEConfig
+from torpor.model.config.features import MoEConfig
 from torpor.model.layers.moe import SparseMoE
 from torpor.model.layers.ops import TorchOps, use_ops
 
@@ -47,7 +47,7 @@ def formula(moe: SparseMoE, x_TD: torch.Tensor, *, norm: bool) -> torch.Tensor:
     out = torch.zeros(x_TD.shape, dtype=torch.float64)
     for at, x in enumerate(x_TD.double()):
         probs = (moe.gate.weight.double() @ x).softmax(0)
-        chosen = probs.argsort(descending=True)[: moe.num_experts_per_tok].tolist()
+        chosen = probs.argsort(descending=True)[: moe.config.num_experts_per_tok].tolist()
         total = probs[chosen].sum() if norm else 1.0
         for expert in chosen:
             gate, up = gate_up[expert] @ x

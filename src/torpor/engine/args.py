@@ -37,6 +37,8 @@ class EngineOptions(TypedDict, total=False):
     enable_prefix_caching: bool
     batch_invariant: bool
     cpu_kernels: str
+    load_format: str
+    sink_placement: str
     max_logprobs: int
     logprobs_mode: LogprobsMode
     scheduling_policy: str
@@ -85,6 +87,12 @@ class EngineArgs:
     cpu_kernels: str = "auto"
     """On a CPU, "native": kernels that a C++ compiler makes for this processor once and the cache
     folder keeps; "torch": what torch ships, slower; "auto": the first where it can be had."""
+    load_format: str = "auto"
+    """Where weights come from: "auto": the model's files; "dummy": random numbers, for a folder
+    that holds a config and a tokenizer alone."""
+    sink_placement: str = "merged"
+    """Where static attention sinks are: "merged": with the weights, merged into every attention;
+    "reserved": in blocks of the KV cache, before every request's own."""
     max_logprobs: int = 20
     """The most log probabilities per token that a request may ask for; -1 for no limit."""
     logprobs_mode: LogprobsMode = "raw_logprobs"
@@ -144,6 +152,8 @@ _INTEGERS = {
 }
 _OPTIONAL = {"max_num_batched_tokens", "kv_cache_memory_bytes", "num_gpu_blocks_override"}
 _CHOICES = {
+    "load_format": ("auto", "dummy"),
+    "sink_placement": ("merged", "reserved"),
     "cpu_kernels": ("auto", "native", "torch"),
     "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
     "scheduling_policy": ("fcfs", "priority"),

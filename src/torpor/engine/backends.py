@@ -28,14 +28,18 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
+MakeAttention = Callable[[str], "AttentionBackend"]
+"""Makes attention over the paged cache, given a name for its scratch memory."""
+
+
 def choose_backends(
     args: EngineArgs,
     memory: KVCacheMemory,
     allocate: Allocate,
     *,
     weights_epoch: Callable[[], int] = lambda: 0,
-) -> tuple[LayerOps, AttentionBackend]:
-    """The operations of the layers, and attention over the paged cache.
+) -> tuple[LayerOps, MakeAttention]:
+    """The operations of the layers, and what makes attention over the paged cache.
 
     Args:
         args: which kernels, and whether bits must not depend on the batch.
@@ -57,25 +61,42 @@ def choose_backends(
         calls=calls,
         replay=Replay(calls, allocate, epoch=weights_epoch),
     )
-    attention = NativeAttention(
-        memory.kv,
-        memory.layout,
-        library=library,
-        calls=calls,
-        allocate=allocate,
-        batch_invariant=invariant,
-    )
-    return ops, attention
+
+    def make(name: str) -> AttentionBackend:
+        return NativeAttention(
+            memory.kv,
+            memory.layout,
+            library=library,
+            calls=calls,
+            allocate=_named(allocate, name),
+            batch_invariant=invariant,
+        )
+
+    return ops, make
 
 
 def _torch(
     args: EngineArgs, memory: KVCacheMemory, allocate: Allocate
-) -> tuple[LayerOps, AttentionBackend]:
+) -> tuple[LayerOps, MakeAttention]:
     invariant = args.batch_invariant
     linear = linear_kernel(memory.kv.dtype, batch_invariant=invariant, allocate=allocate)
-    return TorchOps(linear, gated_by_rows if invariant else gated), TorchAttention(
-        memory.kv, memory.layout, allocate=allocate, batch_invariant=invariant
-    )
+
+    def make(name: str) -> AttentionBackend:
+        return TorchAttention(
+            memory.kv,
+            memory.layout,
+            allocate=_named(allocate, name),
+            batch_invariant=invariant,
+        )
+
+    return TorchOps(linear, gated_by_rows if invariant else gated), make
+
+
+def _named(allocate: Allocate, name: str) -> Allocate:
+    """Give memory under names that end in `name`, since several backends may want the same."""
+    if not name:
+        return allocate
+    return lambda shape, dtype, own: allocate(shape, dtype, f"{own}_{name}")
 
 
 def _library(wanted: str, kv: torch.Tensor) -> Library | None:

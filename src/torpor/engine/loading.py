@@ -25,9 +25,11 @@ from torpor.engine.steps.inputs import InputBuffers
 from torpor.engine.steps.kv_cache import KVCacheMemory, allocate_kv_cache
 from torpor.engine.steps.runner import ModelRunner
 from torpor.engine.steps.scheduler import Scheduler, SchedulerConfig
+from torpor.engine.steps.sinks import Sinks
 from torpor.engine.text.tokenizer import Tokenizer
 from torpor.engine.watched_source import WatchedSource
 from torpor.errors import CheckpointError
+from torpor.model.checkpoints.dummy import DummySource
 from torpor.model.checkpoints.load import build_model
 from torpor.model.checkpoints.resolve import resolve_model
 from torpor.model.layers.ops import use_ops
@@ -70,13 +72,14 @@ def load_parts(args: EngineArgs, *, ready: Callable[[], None]) -> Parts:
     resolve_seed(args.seed)
     dtype = resolve_dtype(args.dtype)
     set_num_threads(args.num_threads)
-    files = resolve_model(args.model, progress=args.progress)
+    dummy = args.load_format == "dummy"
+    files = resolve_model(args.model, progress=args.progress, weights=not dummy)
     config = files.config
     length = resolve_max_model_len(args.max_model_len, config.max_position_embeddings)
     tokenizer = _tokenizer(files)
-    source = WatchedSource(files.source, args.progress)
     with building() as records:
         module = build_model(files, dtype)
+    source = WatchedSource(DummySource(module) if dummy else files.source, args.progress)
     sleeper = Sleeper(
         module,
         reload=source,
@@ -90,10 +93,24 @@ def load_parts(args: EngineArgs, *, ready: Callable[[], None]) -> Parts:
         check_nan=args.check_nan,
     )
     try:
+        for derived in module.derived():
+            sleeper.own(
+                derived.tensor,
+                name=derived.name,
+                cls=OwnershipClass.DERIVED,
+                sources=derived.sources,
+                rebuild=derived.rebuild,
+            )
+        sinks = Sinks(module.static_sinks(), args)
         memory = allocate_kv_cache(
-            sleeper, args, module.attention_specs(), max_model_len=length, dtype=dtype
+            sleeper,
+            args,
+            module.attention_specs(),
+            max_model_len=length,
+            dtype=dtype,
+            sinks=sinks,
         )
-        core, cache = _core(args, module, sleeper, memory, length, ready)
+        core, cache = _core(args, module, sleeper, memory, length, ready, sinks)
         sleeper.reload_weights()
         source.unwatch()
     except BaseException:
@@ -120,6 +137,7 @@ def _core(
     memory: KVCacheMemory,
     max_model_len: int,
     ready: Callable[[], None],
+    sinks: Sinks,
 ) -> tuple[EngineCore, KVCacheManager]:
     def scratch(shape: Sequence[int], dtype: torch.dtype, name: str) -> torch.Tensor:
         return sleeper.allocate(shape, dtype, name=name, cls=OwnershipClass.SCRATCH)
@@ -129,10 +147,11 @@ def _core(
         if sleeper.tag_states["kv_cache"] != "released":
             memory.poison(block_ids)
 
-    ops, attention = choose_backends(
+    ops, make_attention = choose_backends(
         args, memory, scratch, weights_epoch=lambda: sleeper.weights_epoch
     )
     use_ops(module, ops)
+    attention = make_attention("")
     cache = KVCacheManager(
         memory.specs,
         memory.num_blocks,
@@ -142,12 +161,22 @@ def _core(
         on_free=poison if sleeper.poisons else None,
     )
     limits = _limits(args)
+    max_blocks = -(-max_model_len // args.block_size)
     inputs = InputBuffers(
         scratch,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_blocks=-(-max_model_len // args.block_size),
+        max_blocks=max_blocks,
         block_size=args.block_size,
+    )
+    attention = sinks.reserve(
+        cache,
+        memory,
+        attention,
+        make_attention,
+        scratch,
+        max_num_seqs=limits.max_num_seqs,
+        max_blocks=max_blocks,
     )
     runner = ModelRunner(
         module,

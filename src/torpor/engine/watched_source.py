@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+from torpor.sleep.source import WeightSource
 
 if TYPE_CHECKING:
     import torch
 
     from torpor.model.checkpoints.files import Progress
-    from torpor.model.checkpoints.safetensors_source import SafetensorsSource
     from torpor.sleep.source import FileExtent
+
+
+class SizedSource(WeightSource, Protocol):
+    """A source that knows how much it holds."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors together."""
+        ...
 
 
 class WatchedSource:
     """The same source, with the stage ``load`` reported while somebody watches."""
 
-    def __init__(self, source: SafetensorsSource, progress: Progress | None) -> None:
+    def __init__(self, source: SizedSource, progress: Progress | None) -> None:
         """Watch a source.
 
         Args:

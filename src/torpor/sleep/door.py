@@ -231,7 +231,7 @@ class Door:
             )
 
     def _write_one(self, update: _Update, name: str, value: torch.Tensor) -> str:
-        if name in self._context.slices.ignored:
+        if self._context.slices.ignores(name):
             return ""
         entry, rows = find(self._context, name, value)
         update.touch(entry)

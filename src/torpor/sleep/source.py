@@ -71,12 +71,19 @@ class WeightSlice:
 class SliceTable:
     """Every checkpoint name a model accepts, and where each one goes."""
 
-    def __init__(self, slices: Collection[WeightSlice], ignored: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        slices: Collection[WeightSlice],
+        ignored: Collection[str] = (),
+        ignored_prefixes: Collection[str] = (),
+    ) -> None:
         """Build the table.
 
         Args:
             slices: one entry per checkpoint name.
             ignored: checkpoint names that are accepted and dropped (such as the tied head).
+            ignored_prefixes: the same of all names that begin with one of these (such as layers
+                for another purpose).
 
         Raises:
             WeightsMismatchError: a name appears twice.
@@ -86,7 +93,8 @@ class SliceTable:
             if entry.name in self._by_name:
                 raise WeightsMismatchError(f"slice table names {entry.name!r} twice; remove one")
             self._by_name[entry.name] = entry
-        self.ignored = frozenset(ignored)
+        self._ignored = frozenset(ignored)
+        self._ignored_prefixes = tuple(ignored_prefixes)
         self._by_parameter = _grouped(self._by_name.values())
 
     @classmethod
@@ -105,6 +113,10 @@ class SliceTable:
 
     def __iter__(self) -> Iterator[WeightSlice]:
         return iter(self._by_name.values())
+
+    def ignores(self, name: str) -> bool:
+        """Whether a checkpoint may hold the name and it is dropped."""
+        return name in self._ignored or name.startswith(self._ignored_prefixes)
 
     def by_parameter(self) -> Mapping[str, tuple[WeightSlice, ...]]:
         """The slices of each parameter, in row order."""

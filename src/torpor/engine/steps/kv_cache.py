@@ -20,6 +20,7 @@ from torpor.sleep.classes import OwnershipClass
 
 if TYPE_CHECKING:
     from torpor.engine.args import EngineArgs
+    from torpor.engine.steps.sinks import Sinks
     from torpor.model.attention.interface import AttentionSpec
     from torpor.sleep.sleeper import Sleeper
 
@@ -60,8 +61,12 @@ def allocate_kv_cache(
     *,
     max_model_len: int,
     dtype: torch.dtype,
+    sinks: Sinks,
 ) -> KVCacheMemory:
     """Get the memory from the sleeper.
+
+    Reserved sinks are a part of it that is computed from weights: the sleeper writes them when the
+    memory has come back and the weights are valid, and when those change.
 
     Raises:
         ArgumentError: the size asked for does not hold one sequence of ``max_model_len``.
@@ -69,10 +74,19 @@ def allocate_kv_cache(
     """
     layout = KVLayout(attention, args.block_size, dtype)
     block_bytes = layout.block_bytes
-    num_blocks = resolve_num_blocks(args, block_bytes, max_model_len)
+    num_blocks = resolve_num_blocks(
+        args, block_bytes, max_model_len, reserved=sinks.num_reserved_blocks
+    )
     shape = (num_blocks, layout.elements_per_block)
     try:
-        kv = sleeper.allocate(shape, dtype, name="kv_cache", cls=OwnershipClass.CACHE)
+        kv = sleeper.allocate(
+            shape,
+            dtype,
+            name="kv_cache",
+            cls=OwnershipClass.CACHE,
+            sources=sinks.sources,
+            rebuild=sinks.refill if sinks.sources else None,
+        )
     except OutOfMemoryError:
         raise
     except ArenaError as error:
@@ -83,15 +97,18 @@ def allocate_kv_cache(
     return KVCacheMemory(kv, layout, _specs(attention, args.block_size, dtype))
 
 
-def resolve_num_blocks(args: EngineArgs, block_bytes: int, max_model_len: int) -> int:
-    """How many blocks the cache has, the null block included.
+def resolve_num_blocks(
+    args: EngineArgs, block_bytes: int, max_model_len: int, *, reserved: int = 0
+) -> int:
+    """How many blocks the cache has, the null block and `reserved` ones included.
 
     Raises:
         ArgumentError: fewer than one sequence of ``max_model_len`` needs; the message says how
             many bytes or blocks it takes.
     """
     per_sequence = math.ceil(max_model_len / args.block_size)
-    least = per_sequence + _NULL_BLOCKS
+    extra = _NULL_BLOCKS + reserved
+    least = per_sequence + extra
     if args.num_gpu_blocks_override is not None:
         found, asked = args.num_gpu_blocks_override, "num_gpu_blocks_override"
         value, needed = found, least
@@ -99,7 +116,7 @@ def resolve_num_blocks(args: EngineArgs, block_bytes: int, max_model_len: int) -
         found, asked = args.kv_cache_memory_bytes // block_bytes, "kv_cache_memory_bytes"
         value, needed = args.kv_cache_memory_bytes, least * block_bytes
     else:
-        wanted = args.max_num_seqs * per_sequence + _NULL_BLOCKS
+        wanted = args.max_num_seqs * per_sequence + extra
         return max(least, min(wanted, DEFAULT_KV_CACHE_BYTES // block_bytes))
     if found < least:
         raise ArgumentError(

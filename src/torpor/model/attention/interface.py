@@ -34,8 +34,23 @@ class AttentionSpec:
     """A token sees itself and the ``window - 1`` tokens before it; None for all."""
 
 
+class StaticSinks(Protocol):
+    """One layer's static sinks."""
+
+    spec: AttentionSpec
+    sink_key: torch.Tensor
+    """[S, num_kv_heads, k_dim], normed as context keys are, not rotated."""
+    sink_value: torch.Tensor
+    """[S, num_kv_heads, v_dim]."""
+
+
 class AttentionContext(Protocol):
     """Attention of one step, over whatever cache the engine keeps."""
+
+    @property
+    def holds_sinks(self) -> bool:
+        """Whether the cache holds the layers' sinks, so that what is attended includes them."""
+        ...
 
     def attend(
         self,
@@ -54,6 +69,20 @@ class AttentionContext(Protocol):
 
         Returns:
             [T, num_heads, v_dim], contiguous or reshapeable to [T, num_heads * v_dim].
+        """
+        ...
+
+    def attend_with_lse(
+        self,
+        spec: AttentionSpec,
+        q_THD: torch.Tensor,
+        k_THD: torch.Tensor,
+        v_THD: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `attend`, and the log-sum-exp of each token's scores.
+
+        Returns:
+            [T, num_heads, v_dim] and float32 [T, num_heads] in natural logarithms.
         """
         ...
 
@@ -104,6 +133,8 @@ class AttentionBackend(AttentionContext, Protocol):
 
 class LseAttention(ABC):
     """A backend that can also say the log-sum-exp of each token's scores."""
+
+    holds_sinks = False
 
     def attend(
         self, spec: AttentionSpec, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor

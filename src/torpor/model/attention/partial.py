@@ -178,6 +178,34 @@ def _plain(
     return weights @ v_BHSD, torch.logsumexp(scores, dim=-1)
 
 
+def attend_with_sinks(
+    q_THD: torch.Tensor,
+    sink_key_SKD: torch.Tensor,
+    sink_value_SKD: torch.Tensor,
+    scale: float,
+    context_THD: torch.Tensor,
+    context_lse_TH: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over sinks, which every query sees, and a context attended to before.
+
+    Args:
+        q_THD: queries [T, H, k_dim].
+        sink_key_SKD: [S, KV heads, k_dim].
+        sink_value_SKD: [S, KV heads, v_dim].
+        scale: factor on the dot products.
+        context_THD: the context's result [T, H, v_dim].
+        context_lse_TH: its float32 log-sum-exp [T, H].
+
+    Returns:
+        [T, H, v_dim] in the queries' dtype, and float32 [T, H].
+    """
+    sinks_THD, sinks_lse_TH = attend_tokens(
+        q_THD, sink_key_SKD.to(q_THD.dtype), sink_value_SKD.to(q_THD.dtype), scale
+    )
+    out_THD, lse_TH = merge(sinks_THD, sinks_lse_TH, context_THD, context_lse_TH)
+    return out_THD.to(q_THD.dtype), lse_TH
+
+
 def merge(
     a_THD: torch.Tensor, a_lse_TH: torch.Tensor, b_THD: torch.Tensor, b_lse_TH: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

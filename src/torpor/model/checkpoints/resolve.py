@@ -17,7 +17,10 @@ from torpor.model.config.config import load_config
 
 
 def resolve_model(
-    name_or_path: str | os.PathLike[str], *, progress: Progress | None = None
+    name_or_path: str | os.PathLike[str],
+    *,
+    progress: Progress | None = None,
+    weights: bool = True,
 ) -> ModelFiles:
     """Find a model and make its files ready to load.
 
@@ -29,6 +32,8 @@ def resolve_model(
         name_or_path: ``smollm2``, a Hugging Face safetensors folder, or a ``.gguf`` file. A name
             wins over a folder of the same name; write ``./smollm2`` for the folder.
         progress: told of the stages ``check``, ``convert`` and ``verify``.
+        weights: False for a folder of which only the config and the tokenizer are of use; its
+            source holds no tensors.
 
     Raises:
         ModelNotFoundError: no such name or path, or the package with the model is not installed.
@@ -41,7 +46,7 @@ def resolve_model(
         return _files(name, cached(_embedded(EMBEDDED_MODELS[name], progress), progress), True)
     path = Path(name)
     if path.is_dir():
-        return _folder(name, path)
+        return _folder(name, path, weights=weights)
     if path.is_file() and path.suffix.lower() == ".gguf":
         return _files(name, cached(_gguf(path, progress), progress), True)
     known = ", ".join(EMBEDDED_MODELS)
@@ -52,12 +57,13 @@ def resolve_model(
     )
 
 
-def _folder(name: str, path: Path) -> ModelFiles:
+def _folder(name: str, path: Path, *, weights: bool) -> ModelFiles:
     if not (path / "config.json").is_file():
         raise ModelNotFoundError(
             f"folder {name!r} holds no config.json; give the folder of a Hugging Face model"
         )
-    return _files(name, SafetensorsSource(path), False)
+    source = SafetensorsSource(path) if weights else SafetensorsSource.without_files(path)
+    return _files(name, source, False)
 
 
 def _files(name: str, source: SafetensorsSource, converted: bool) -> ModelFiles:

@@ -6,6 +6,7 @@ import mmap
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Self
 
 import torch
 import xxhash
@@ -52,6 +53,14 @@ class SafetensorsSource:
                 f"{folder}: tensors and recorded digests differ in {len(odd)} names, first "
                 f"{odd[0]!r}; fetch or convert the model again"
             )
+
+    @classmethod
+    def without_files(cls, folder: Path) -> Self:
+        """A source of no tensors, for a folder whose weights nobody reads."""
+        made = cls.__new__(cls)
+        made.folder = folder
+        made._headers, made._where, made._digests = (), {}, None
+        return made
 
     def names(self) -> Collection[str]:
         """Every tensor name, in file order."""

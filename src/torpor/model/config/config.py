@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torpor.errors import ConfigError
 from torpor.model.config.families import FAMILIES, Family
-from torpor.model.config.families import MoEConfig as MoEConfig
+from torpor.model.config.features import Features
 from torpor.model.config.fields import MAX_SIZE, Fields, read_json_object
 from torpor.model.config.rope_config import RopeConfig as RopeConfig
 from torpor.model.config.rope_config import read_rope
@@ -32,6 +32,7 @@ _HARMLESS = frozenset(
         "transformers.js_config",
         "name_or_path",
         "is_llama_config",
+        "auto_map",
         "tokenizer_class",
         "problem_type",
         "id2label",
@@ -100,18 +101,17 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    """Head size of queries and keys."""
+    v_head_dim: int
+    """Head size of values."""
+    rope_dim: int
+    """Elements of a head that are rotated: the first ones, under latent attention the last."""
     max_position_embeddings: int
     """Longest context in tokens."""
     rms_norm_eps: float
     rope: RopeConfig
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    """Whether each head's queries and keys are normed before they are rotated."""
-    windows: tuple[int | None, ...]
-    """Attention window of each layer in tokens, the token itself included; None for all."""
-    moe: MoEConfig | None = None
+    features: Features
+    """What the layers are made of beside the sizes."""
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -150,11 +150,14 @@ def parse_config(
     """
     fields = Fields(values, where)
     architecture, family = _family(fields)
+    fields = family.normalise(fields)
     heads = fields.integer("num_attention_heads", low=1, high=MAX_SIZE)
     hidden_size = fields.integer("hidden_size", low=1, high=MAX_SIZE)
     layers = fields.integer("num_hidden_layers", low=1, high=_MAX_LAYERS)
     fields.choice("hidden_act", ("silu",), default="silu")
     features = family.read(fields, layers)
+    head_dim = _head_dim(fields, features, hidden_size, heads)
+    rope_dim = head_dim if features.rope_dim is None else features.rope_dim
     config = ModelConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size", low=1, high=MAX_SIZE),
@@ -163,16 +166,13 @@ def parse_config(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=_kv_heads(fields, heads, needed=family.needs_kv_heads),
-        head_dim=_head_dim(fields, features.head_dim, hidden_size, heads),
+        head_dim=head_dim,
+        v_head_dim=head_dim if features.v_head_dim is None else features.v_head_dim,
+        rope_dim=rope_dim,
         max_position_embeddings=fields.integer("max_position_embeddings", low=1, high=MAX_SIZE),
         rms_norm_eps=fields.number("rms_norm_eps"),
-        rope=read_rope(fields),
-        qkv_bias=features.qkv_bias,
-        o_bias=features.o_bias,
-        mlp_bias=features.mlp_bias,
-        qk_norm=features.qk_norm,
-        windows=features.windows,
-        moe=features.moe,
+        rope=read_rope(fields, share=rope_dim / head_dim, needs_theta=family.needs_theta),
+        features=features,
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         bos_token_id=fields.optional_integer("bos_token_id", low=0, high=MAX_SIZE),
         eos_token_ids=_eos_token_ids(fields, generation),
@@ -192,7 +192,10 @@ def _family(fields: Fields) -> tuple[str, Family]:
         raise ConfigError(
             f"{fields.where}: architecture {value[0]!r} is unknown; torpor runs {known}"
         )
-    fields.choice("model_type", (family.model_type,), default=family.model_type)
+    if family.model_types:
+        fields.choice("model_type", family.model_types, default=family.model_types[0])
+    else:
+        fields.text("model_type", "")
     return value[0], family
 
 
@@ -204,16 +207,17 @@ def _kv_heads(fields: Fields, heads: int, *, needed: bool) -> int:
     return kv_heads
 
 
-def _head_dim(fields: Fields, default: int | None, hidden_size: int, heads: int) -> int:
-    head_dim = fields.optional_integer("head_dim", low=2, high=MAX_SIZE)
-    if head_dim is None:
-        head_dim = default
+def _head_dim(fields: Fields, features: Features, hidden_size: int, heads: int) -> int:
+    stated = fields.optional_integer("head_dim", low=2, high=MAX_SIZE)
+    head_dim = features.head_dim if stated is None or features.mla is not None else stated
     if head_dim is None:
         if hidden_size % heads:
             raise fields.error("hidden_size", hidden_size, f"a multiple of {heads} attention heads")
         head_dim = hidden_size // heads
-    if head_dim % 2:
-        raise fields.error("head_dim", head_dim, "even, because rope rotates pairs")
+    rotated = head_dim if features.rope_dim is None else features.rope_dim
+    if rotated % 2:
+        name = "head_dim" if features.rope_dim is None else "rope's part of a head"
+        raise fields.error(name, rotated, "even, because rope rotates pairs")
     return head_dim
 
 

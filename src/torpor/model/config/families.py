@@ -1,7 +1,8 @@
-"""What sets one architecture apart from another, read from its config.
+"""The architectures torpor runs, and how the features of each are read from its config.
 
-Each reader follows what the transformers library (5.24) does for that ``model_type``, its defaults
-for missing fields included: a missing field and a null one can mean different things.
+Each reader here follows what the transformers library (5.24) does for that ``model_type``, its
+defaults for missing fields included: a missing field and a null one can mean different things.
+openPangu has its own, in ``pangu.py``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from torpor.model.config.aliases import normalised
+from torpor.model.config.features import Features, MoEConfig
 from torpor.model.config.fields import MAX_SIZE, Fields
+from torpor.model.config.pangu import read_pangu, read_pangu_pro_moe
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _DEFAULT_WINDOW = 4096
@@ -17,43 +21,19 @@ _DEFAULT_FULL_LAYERS = 28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoEConfig:
-    """A mixture of experts in place of the MLP of some layers."""
-
-    num_experts: int
-    num_experts_per_tok: int
-    intermediate_size: int
-    """Inner width of one expert."""
-    norm_topk_prob: bool
-    """Whether the weights of a token's experts are scaled to sum to 1."""
-    layers: frozenset[int]
-    """Indices of the layers that have experts; the others have an MLP."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Features:
-    """What a family switches on."""
-
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    head_dim: int | None = None
-    """Head size when the config does not state one; None for an even split of the width."""
-    windows: tuple[int | None, ...]
-    """Attention window of each layer, in tokens; None for all."""
-    moe: MoEConfig | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One architecture."""
 
-    model_type: str
+    model_types: tuple[str, ...]
+    """Those that go with the architecture; empty for any."""
     read: Callable[[Fields, int], Features]
     """Reads the features from the config of a model of so many layers."""
     needs_kv_heads: bool = True
     """Whether ``num_key_value_heads`` must be stated, since its default is a number."""
+    needs_theta: bool = False
+    """Whether ``rope_theta`` must be stated, since the released models differ in it."""
+    normalise: Callable[[Fields], Fields] = lambda fields: fields
+    """Puts the fields under the names that `read` knows."""
 
 
 def _llama(fields: Fields, layers: int) -> Features:
@@ -98,12 +78,26 @@ def _qwen3_moe(fields: Fields, layers: int) -> Features:
     )
 
 
+def _pangu(model_type: str | None, read: Callable[[Fields, int], Features]) -> Family:
+    return Family(
+        model_types=() if model_type is None else (model_type,),
+        read=read,
+        needs_kv_heads=False,
+        needs_theta=True,
+        normalise=normalised,
+    )
+
+
 FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family(model_type="llama", read=_llama, needs_kv_heads=False),
-    "MistralForCausalLM": Family(model_type="mistral", read=_mistral),
-    "Qwen2ForCausalLM": Family(model_type="qwen2", read=_qwen2),
-    "Qwen3ForCausalLM": Family(model_type="qwen3", read=_qwen3),
-    "Qwen3MoeForCausalLM": Family(model_type="qwen3_moe", read=_qwen3_moe),
+    "LlamaForCausalLM": Family(model_types=("llama",), read=_llama, needs_kv_heads=False),
+    "MistralForCausalLM": Family(model_types=("mistral",), read=_mistral),
+    "Qwen2ForCausalLM": Family(model_types=("qwen2",), read=_qwen2),
+    "Qwen3ForCausalLM": Family(model_types=("qwen3",), read=_qwen3),
+    "Qwen3MoeForCausalLM": Family(model_types=("qwen3_moe",), read=_qwen3_moe),
+    "PanguEmbeddedForCausalLM": _pangu("PanguEmbedded", read_pangu),
+    "PanguProMoEForCausalLM": _pangu("PanguProMoE", read_pangu_pro_moe),
+    "PanguProMoEV2ForCausalLM": _pangu(None, read_pangu),
+    "PanguUltraMoEForCausalLM": _pangu("pangu_ultra_moe", read_pangu),
 }
 """The architectures torpor runs, by their name in ``config.json``."""
 

@@ -92,6 +92,16 @@ class Fields:
         self._read.add(name)
         return self._values.get(name)
 
+    def values(self) -> dict[str, object]:
+        """A copy of all fields; those read through it do not count as read."""
+        return dict(self._values)
+
+    def with_values(self, values: Mapping[str, object]) -> Fields:
+        """Other values in the same place; what was read here counts as read there."""
+        made = Fields(values, self.where)
+        made._read |= self._read
+        return made
+
     def states(self, name: str) -> bool:
         """Whether the field is there at all, be it as null."""
         return name in self._values

@@ -24,29 +24,41 @@ class RopeConfig:
     """Context length before scaling, in tokens; read by llama3 only."""
 
 
-def read_rope(fields: Fields) -> RopeConfig:
+_DEFAULT_THETA = 10000.0
+
+
+def read_rope(fields: Fields, *, share: float = 1.0, needs_theta: bool = False) -> RopeConfig:
     """Rope in either style: ``rope_theta`` + ``rope_scaling``, or ``rope_parameters``.
 
+    Args:
+        fields: the config.
+        share: of a head that is rotated; a config that states it must agree.
+        needs_theta: whether ``rope_theta`` has no default.
+
     Raises:
-        ConfigError: a scaling is unknown, incomplete, or said twice in different ways.
+        ConfigError: a scaling is unknown, incomplete, or said twice in different ways; theta is
+            missing and has no default.
     """
     new, old = fields.raw("rope_parameters"), fields.raw("rope_scaling")
     if new and old and new != old:
         raise fields.error("rope_scaling", old, "absent when rope_parameters says something else")
-    fields.exactly("partial_rotary_factor", 1.0)
-    theta = fields.number("rope_theta", 10000.0)
+    fields.exactly("partial_rotary_factor", share)
+    theta = fields.number("rope_theta", _DEFAULT_THETA)
     values = new or old or {}
     if not isinstance(values, dict):
         raise fields.error("rope_parameters" if new else "rope_scaling", values, "an object")
     rope = Fields(values, f"{fields.where}: {'rope_parameters' if new else 'rope_scaling'}")
-    return _parameters(rope, theta, explicit=fields.raw("rope_theta") is not None)
+    explicit = fields.raw("rope_theta") is not None
+    if needs_theta and not explicit and rope.raw("rope_theta") is None:
+        raise fields.error("rope_theta", None, "stated: torpor does not guess it for this model")
+    return _parameters(rope, theta, share, explicit=explicit)
 
 
-def _parameters(rope: Fields, theta: float, *, explicit: bool) -> RopeConfig:
+def _parameters(rope: Fields, theta: float, share: float, *, explicit: bool) -> RopeConfig:
     own_theta = rope.number("rope_theta", theta)
     if explicit and own_theta != theta:
         raise rope.error("rope_theta", own_theta, f"the same as the config's rope_theta, {theta}")
-    rope.exactly("partial_rotary_factor", 1.0)
+    rope.exactly("partial_rotary_factor", share)
     kind = _kind(rope)
     config = RopeConfig(theta=own_theta, kind=kind)
     if kind == "linear":

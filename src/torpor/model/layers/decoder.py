@@ -1,112 +1,63 @@
 """One decoder for every supported architecture; its config says which features are on.
 
-Shape suffixes: T new tokens of all rows, D model width, H heads. Query, key and value projections
-are one parameter, and so are gate and up: fewer and larger products, which small batches need.
+Shape suffixes: T new tokens of all rows, D model width, H heads.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from torpor.model.attention.interface import AttentionContext, AttentionSpec
 from torpor.model.config.config import ModelConfig
+from torpor.model.layers.attention import Attention
+from torpor.model.layers.derived import Derived
+from torpor.model.layers.latent import LatentAttention
 from torpor.model.layers.layers import (
     Embedding,
     Head,
-    HeadNorm,
-    Linear,
     RMSNorm,
+    RopeTables,
     RotaryEmbedding,
     empty_parameter,
 )
+from torpor.model.layers.mlp import MLP
 from torpor.model.layers.moe import SparseMoE
 from torpor.model.layers.ops import OpsModule
+from torpor.model.layers.sinks import StaticSinkAttention
 from torpor.model.layers.slices import slice_table
 from torpor.sleep.source import SliceTable
 
-RopeTables = tuple[torch.Tensor, torch.Tensor]
-
-
-class Attention(OpsModule):
-    """Grouped-query attention with rotary positions."""
-
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        hidden_size, head_dim = config.hidden_size, config.head_dim
-        width = heads * head_dim
-        self.spec = AttentionSpec(
-            layer=layer,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            k_dim=head_dim,
-            v_dim=head_dim,
-            scale=head_dim**-0.5,
-            window=config.windows[layer],
-        )
-        self.qkv_proj = Linear(
-            hidden_size, width + 2 * kv_heads * head_dim, bias=config.qkv_bias, dtype=dtype
-        )
-        self.qk_norm: HeadNorm | None = None
-        if config.qk_norm:
-            self.qk_norm = HeadNorm(heads, head_dim, config.rms_norm_eps, dtype=dtype)
-        self.o_proj = Linear(width, hidden_size, bias=config.o_bias, dtype=dtype)
-
-    def forward(
-        self,
-        x_TD: torch.Tensor,
-        rope: RopeTables,
-        attn: AttentionContext,
-        rows_R: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """[T, D] to [T, D], or [R, D] of those rows; hands all T keys and values to `attn`."""
-        spec = self.spec
-        rotated = spec.num_heads + spec.num_kv_heads
-        qkv_THD = self.qkv_proj(x_TD).view(len(x_TD), -1, spec.k_dim)
-        qk_THD = qkv_THD[:, :rotated]
-        if self.qk_norm is not None:
-            qk_THD = self.qk_norm(qk_THD)
-        qk_THD = self.ops.rotate(qk_THD, *rope)
-        q_THD, k_THD = qk_THD[:, : spec.num_heads], qk_THD[:, spec.num_heads :]
-        out_THD = attn.attend(spec, q_THD, k_THD, qkv_THD[:, rotated:])
-        if rows_R is not None:
-            out_THD = out_THD[rows_R]
-        out: torch.Tensor = self.o_proj(out_THD.flatten(1))
-        return out
-
-
-class MLP(OpsModule):
-    """Gated feed-forward: ``down(silu(gate(x)) * up(x))``."""
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        super().__init__()
-        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_up_proj = Linear(width, 2 * inner, bias=bias, dtype=dtype)
-        self.down_proj = Linear(inner, width, bias=bias, dtype=dtype)
-
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """[T, D] to [T, D]."""
-        gate_up = self.gate_up_proj
-        inner_TI = self.ops.linear_gated(x_TD, gate_up.weight, gate_up.bias)
-        out: torch.Tensor = self.down_proj(inner_TI)
-        return out
-
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP or experts, each behind a norm and around a residual."""
+    """Attention and MLP or experts, each behind a norm and around a residual.
+
+    With ``sandwich_norm`` (Pangu Ultra, Yin et al. 2025, section 3.2) what each adds to the stream
+    is normed as well, and the norm before the MLP has a name of its own.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
-        width, eps, moe = config.hidden_size, config.rms_norm_eps, config.moe
+        width, eps, features = config.hidden_size, config.rms_norm_eps, config.features
         self.input_layernorm = RMSNorm(width, eps, dtype=dtype)
-        self.self_attn = Attention(config, layer, dtype)
-        self.post_attention_layernorm = RMSNorm(width, eps, dtype=dtype)
-        self.mlp: MLP | SparseMoE
-        if moe is not None and layer in moe.layers:
-            self.mlp = SparseMoE(width, moe, dtype)
+        self.self_attn: Attention | LatentAttention
+        if features.mla is None:
+            self.self_attn = Attention(config, layer, dtype)
         else:
-            self.mlp = MLP(config, dtype)
+            self.self_attn = LatentAttention(config, features.mla, layer, dtype)
+        self.post_attention_layernorm = RMSNorm(width, eps, dtype=dtype)
+        self.pre_mlp_layernorm: RMSNorm | None = None
+        self.post_mlp_layernorm: RMSNorm | None = None
+        if features.sandwich_norm:
+            self.pre_mlp_layernorm = RMSNorm(width, eps, dtype=dtype)
+            self.post_mlp_layernorm = RMSNorm(width, eps, dtype=dtype)
+        self.mlp: MLP | SparseMoE
+        if features.moe is not None and layer in features.moe.layers:
+            self.mlp = SparseMoE(width, features.moe, dtype)
+        else:
+            self.mlp = MLP(width, config.intermediate_size, bias=features.mlp_bias, dtype=dtype)
 
     def forward(
         self,
@@ -135,8 +86,12 @@ class DecoderLayer(nn.Module):
         x_TD = self.self_attn(x_TD, rope, attn, rows_R)
         if rows_R is not None:
             residual_TD = residual_TD[rows_R]
-        x_TD, residual_TD = self.post_attention_layernorm.add(x_TD, residual_TD)
-        return self.mlp(x_TD), residual_TD
+        if self.pre_mlp_layernorm is None or self.post_mlp_layernorm is None:
+            x_TD, residual_TD = self.post_attention_layernorm.add(x_TD, residual_TD)
+            return self.mlp(x_TD), residual_TD
+        x_TD = self.post_attention_layernorm(x_TD)
+        x_TD, residual_TD = self.pre_mlp_layernorm.add(x_TD, residual_TD)
+        return self.post_mlp_layernorm(self.mlp(x_TD)), residual_TD
 
 
 class Decoder(OpsModule):
@@ -145,7 +100,9 @@ class Decoder(OpsModule):
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.rotary_emb = RotaryEmbedding(config.head_dim, config.rope)
+        self.rotary_emb = RotaryEmbedding(
+            config.rope_dim, config.rope, interleaved=config.features.rope_interleaved
+        )
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, dtype) for layer in range(config.num_hidden_layers)
         )
@@ -232,9 +189,29 @@ class DecoderForCausalLM(nn.Module):
 
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """What each layer asks of attention, in layer order."""
-        attentions = (part for part in self.modules() if isinstance(part, Attention))
-        return tuple(attention.spec for attention in attentions)
+        return tuple(layer.self_attn.spec for layer in self._decoder_layers())
+
+    def static_sinks(self) -> tuple[StaticSinkAttention, ...]:
+        """The sinks of every layer that has some, in layer order."""
+        found = (layer.self_attn.sink_attn for layer in self._decoder_layers())
+        return tuple(sinks for sinks in found if sinks is not None)
 
     def slice_table(self) -> SliceTable:
         """Every Hugging Face checkpoint name and the parameter rows it fills, in layer order."""
         return slice_table(self.config)
+
+    def derived(self) -> Iterator[Derived]:
+        """What the layers compute from weights, in layer order."""
+        for index, layer in enumerate(self._decoder_layers()):
+            yield from layer.self_attn.derived(f"model.layers.{index}.self_attn.")
+
+    def post_weight_load(self) -> None:
+        """Compute what is derived from the weights, for a model whose memory nobody owns; a
+        `Sleeper` that was told of `derived` does so by itself."""
+        for layer in self._decoder_layers():
+            layer.self_attn.post_weight_load()
+
+    def _decoder_layers(self) -> Iterator[DecoderLayer]:
+        for layer in self.model.layers:
+            assert isinstance(layer, DecoderLayer), "a layer of another kind"
+            yield layer

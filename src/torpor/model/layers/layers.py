@@ -18,6 +18,9 @@ from torch.nn import functional
 from torpor.model.config.rope_config import RopeConfig
 from torpor.model.layers.ops import OpsModule, normalise
 
+RopeTables = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and signed sines, see `RotaryEmbedding`."""
+
 
 def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     """A parameter of the given shape on the meta device: no memory, no gradient."""
@@ -105,8 +108,16 @@ class RotaryEmbedding(nn.Module):
 
     inv_freq: torch.Tensor
 
-    def __init__(self, head_dim: int, config: RopeConfig) -> None:
+    def __init__(self, head_dim: int, config: RopeConfig, *, interleaved: bool = False) -> None:
+        """Rotate heads, or parts of heads, of `head_dim` elements.
+
+        Args:
+            head_dim: elements that are rotated.
+            config: base and scaling.
+            interleaved: pairs are neighbours (2i, 2i + 1), not (i, i + head_dim / 2).
+        """
         super().__init__()
+        self.interleaved = interleaved
         self.register_buffer("inv_freq", inverse_frequencies(head_dim, config), persistent=False)
 
     def forward(
@@ -123,9 +134,12 @@ class RotaryEmbedding(nn.Module):
         """
         angles = torch.outer(positions_T.float(), self.inv_freq)
         cos, sin = angles.cos(), angles.sin()
-        cos_TD = torch.cat((cos, cos), dim=-1)
         # The sign of the rotation's upper half lives in the table: one operation fewer a layer.
-        sin_TD = torch.cat((-sin, sin), dim=-1)
+        if self.interleaved:
+            cos_TD = torch.stack((cos, cos), dim=-1).flatten(-2)
+            sin_TD = torch.stack((-sin, sin), dim=-1).flatten(-2)
+        else:
+            cos_TD, sin_TD = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
         return cos_TD.to(dtype)[:, None], sin_TD.to(dtype)[:, None]
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from torpor.model.config.families import MoEConfig
+from torpor.model.config.features import MoEConfig
 from torpor.model.layers.layers import Linear, empty_parameter
+from torpor.model.layers.mlp import MLP
 from torpor.model.layers.ops import OpsModule
+from torpor.model.layers.routers import Routed, route_by_groups, route_by_sigmoid, route_by_softmax
 
 
 class Experts(OpsModule):
@@ -62,28 +64,53 @@ class Experts(OpsModule):
 
 
 class SparseMoE(nn.Module):
-    """Router and experts, in the place of a layer's MLP."""
+    """Router and experts, and maybe an MLP for every token, in the place of a layer's MLP."""
 
     def __init__(self, width: int, config: MoEConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.gate = Linear(width, config.num_experts, bias=False, dtype=dtype)
+        experts = config.num_experts
+        self.config = config
+        self.gate = Linear(width, experts, bias=False, dtype=dtype)
         self.experts = Experts(width, config, dtype)
-        self.num_experts_per_tok = config.num_experts_per_tok
-        self.norm_topk_prob = config.norm_topk_prob
+        self.router_scale = (
+            empty_parameter(1, experts, dtype=dtype) if config.router_scale else None
+        )
+        # Small differences decide which expert is chosen: never rounded to the model's dtype.
+        self.e_score_correction_bias = (
+            empty_parameter(experts, dtype=torch.float32) if config.correction_bias else None
+        )
+        self.shared_experts: MLP | None = None
+        if config.shared_intermediate_size:
+            self.shared_experts = MLP(
+                width, config.shared_intermediate_size, bias=False, dtype=dtype
+            )
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """[T, D] to [T, D]."""
         experts_TK, weights_TK = self.route(x_TD)
         out: torch.Tensor = self.experts(x_TD, experts_TK, weights_TK)
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(x_TD)
         return out
 
-    def route(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The experts of each token, the likeliest first, and their weights in x's dtype: [T, K].
-
-        The softmax runs in float32 over all experts, before the choice.
-        """
-        probs_TE = self.gate(x_TD).softmax(-1, dtype=torch.float32)
-        weights_TK, experts_TK = probs_TE.topk(self.num_experts_per_tok, dim=-1)
-        if self.norm_topk_prob:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+    def route(self, x_TD: torch.Tensor) -> Routed:
+        """The experts of each token, int64, and their weights in x's dtype: [T, K]."""
+        config = self.config
+        if config.routing == "sigmoid":
+            # The released models compute these logits in float32 from weights as they are stored.
+            logits_TE = nn.functional.linear(x_TD.float(), self.gate.weight.float())
+            bias_E, norm = self.e_score_correction_bias, config.norm_topk_prob
+            experts_TK, weights_TK = route_by_sigmoid(
+                logits_TE, config.num_experts_per_tok, bias_E, norm=norm
+            )
+        elif config.routing == "grouped":
+            assert self.router_scale is not None, "grouped experts without a scale"
+            experts_TK, weights_TK = route_by_groups(
+                self.gate(x_TD), config.num_experts_per_tok, self.router_scale[0]
+            )
+        else:
+            experts_TK, weights_TK = route_by_softmax(
+                self.gate(x_TD), config.num_experts_per_tok, norm=config.norm_topk_prob
+            )
+        weights_TK = weights_TK * config.routed_scaling_factor
         return experts_TK, weights_TK.to(x_TD.dtype)

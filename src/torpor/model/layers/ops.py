@@ -26,6 +26,10 @@ class LayerOps(Protocol):
         """``x @ weight.T + bias``: x [..., I], weight [O, I], bias [O] or None; [..., O]."""
         ...
 
+    def heads_linear(self, x_THI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:
+        """Each head by a weight of its own: [T, H, I] and [H, O, I] to [T, H, O]."""
+        ...
+
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """``hidden @ weight.T`` in float32: [..., D] and weight [V, D] to [..., V]."""
         ...
@@ -69,10 +73,15 @@ class LayerOps(Protocol):
         ...
 
     def rotate(
-        self, x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor
+        self,
+        x_THD: torch.Tensor,
+        cos_T1D: torch.Tensor,
+        sin_T1D: torch.Tensor,
+        *,
+        interleaved: bool = False,
     ) -> torch.Tensor:
-        """Rotate every pair (i, i + D/2) of each head by its position's angle; `x_THD` may be
-        overwritten. Sines are signed, see `RotaryEmbedding`."""
+        """Rotate every pair (i, i + D/2), or (2i, 2i + 1), of each head by its position's angle;
+        `x_THD` may be overwritten. Sines are signed, see `RotaryEmbedding`."""
         ...
 
 
@@ -104,6 +113,13 @@ class TorchOps:
     linear: LinearKernel = functional.linear
     gated: Gating = gated
 
+    def heads_linear(self, x_THI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:
+        """See `LayerOps`."""
+        if self.linear is functional.linear:
+            return torch.einsum("thi,hoi->tho", x_THI, weight_HOI)
+        heads = (self.linear(x, w, None) for x, w in zip(x_THI.unbind(1), weight_HOI, strict=True))
+        return torch.stack(tuple(heads), dim=1)
+
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See `LayerOps`."""
         return self.linear(hidden, weight, None).float()
@@ -134,11 +150,20 @@ class TorchOps:
         return compute(context, *inputs)
 
     def rotate(
-        self, x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor
+        self,
+        x_THD: torch.Tensor,
+        cos_T1D: torch.Tensor,
+        sin_T1D: torch.Tensor,
+        *,
+        interleaved: bool = False,
     ) -> torch.Tensor:
         """See `LayerOps`."""
-        lower, upper = x_THD.chunk(2, dim=-1)
-        return (x_THD * cos_T1D).add_(torch.cat((upper, lower), dim=-1).mul_(sin_T1D))
+        if interleaved:
+            partners = x_THD.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        else:
+            lower, upper = x_THD.chunk(2, dim=-1)
+            partners = torch.cat((upper, lower), dim=-1)
+        return (x_THD * cos_T1D).add_(partners.mul_(sin_T1D))
 
 
 def normalise(x: torch.Tensor, eps: float) -> torch.Tensor:

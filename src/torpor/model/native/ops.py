@@ -72,6 +72,11 @@ class NativeOps:
             return self._torch.linear(x, weight, bias)
         return self._multiply(self._linear, x, weight, bias, self._dtype)
 
+    def heads_linear(self, x_THI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:
+        """See `LayerOps`."""
+        heads = (self.linear(x, w, None) for x, w in zip(x_THI.unbind(1), weight_HOI, strict=True))
+        return torch.stack(tuple(heads), dim=1)
+
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See `LayerOps`."""
         if not self._takes(hidden, weight, None):
@@ -169,11 +174,16 @@ class NativeOps:
         return out_TO if x.dim() == 2 else out_TO.view(*x.shape[:-1], width)
 
     def rotate(
-        self, x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor
+        self,
+        x_THD: torch.Tensor,
+        cos_T1D: torch.Tensor,
+        sin_T1D: torch.Tensor,
+        *,
+        interleaved: bool = False,
     ) -> torch.Tensor:
         """See `LayerOps`; in place."""
-        if not self._are_mine(x_THD, cos_T1D, sin_T1D):
-            return self._torch.rotate(x_THD, cos_T1D, sin_T1D)
+        if interleaved or not self._are_mine(x_THD, cos_T1D, sin_T1D):
+            return self._torch.rotate(x_THD, cos_T1D, sin_T1D, interleaved=interleaved)
         cos_T1D, sin_T1D = cos_T1D.contiguous(), sin_T1D.contiguous()
         rows, heads, width = x_THD.shape
         if x_THD.stride()[1:] != (width, 1):
