@@ -498,3 +498,55 @@ def test_an_interrupted_thread_waits_for_the_step_of_another(
     assert tokens(others[0].join()) == expected
     assert had_turn[0], "requests were aborted in the middle of another thread's step"
     assert llm.core.num_unfinished_requests == 0
+
+
+# -- from within --------------------------------------------------------------------------------
+
+
+INSIDE = ["sleep", "generate", "reload_weights", "reset_prefix_cache", "verify", "close"]
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_call_from_within_a_step_is_refused_and_changes_nothing(llm: LLM, name: str) -> None:
+    """As a signal handler calls it, in the thread that steps."""
+    before = tokens(llm.generate(PROMPTS, PARAMS))
+    launch, calls = llm.core._runner.launch, []
+
+    def interrupted(step: Any) -> Any:
+        launched = launch(step)
+        if len(calls) < 3:
+            arguments = [PROMPTS[0]] if name == "generate" else []
+            with pytest.raises(StateError, match="in the middle of a step of the same thread"):
+                getattr(llm, name)(*arguments)
+            calls.append(name)
+        return launched
+
+    llm.core._runner.launch = interrupted  # type: ignore[method-assign]
+    assert tokens(llm.generate(PROMPTS, PARAMS)) == before
+    assert len(calls) == 3
+    assert llm.status()["is_paused"] is False
+
+
+@pytest.mark.parametrize(
+    "name", [*INSIDE, "update_weights", "begin_update", "finish_update", "load_weights"]
+)
+def test_what_gives_an_updates_pairs_cannot_change_the_engine(llm: LLM, name: str) -> None:
+    weights, refused = tiny_weights(1), []
+
+    def pairs() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, pair in enumerate(weights.items()):
+            if index == 3:
+                arguments = {"generate": [PROMPTS[0]], "update_weights": [weights.items()]}
+                arguments["load_weights"] = arguments["update_weights"]
+                with pytest.raises(StateError, match="pairs of an update are being written"):
+                    getattr(llm, name)(*arguments.get(name, []))
+                refused.append(llm.status()["state"])
+            yield pair
+
+    report = llm.update_weights(pairs())
+    assert refused
+    assert report.updated == len(weights)
+    assert not llm.verify().differing
+    answers = tokens(llm.generate(PROMPTS, PARAMS))
+    llm.update_weights(weights.items())
+    assert tokens(llm.generate(PROMPTS, PARAMS)) == answers

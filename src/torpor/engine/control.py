@@ -250,7 +250,7 @@ class SleepControl:
     def status(self) -> dict[str, Any]:
         """Facts about the model and its memory, JSON-able; sizes in bytes. Never waits for a
         generation."""
-        self._require_open()
+        self._require_not_closed()
         return {"model": self._name, "is_paused": self._paused, **self._sleeper.status()}
 
     def close(self) -> None:
@@ -259,6 +259,8 @@ class SleepControl:
         with self.turns.take():
             if self._closed:
                 return
+            self._require_open()
+            self._sleeper.refuse_while_writing()
             self.core.abort_all()
             self._closed = True
             # Nobody else holds the weights, so they need not move out of the memory that sleeps:
@@ -305,9 +307,20 @@ class SleepControl:
             kv_epoch=self._sleeper.kv_epoch,
         )
 
-    def _require_open(self) -> None:
+    def _require_not_closed(self) -> None:
         if self._closed:
             raise StateError(f"this LLM ({self._name}) is closed; make a new one")
+
+    def _require_open(self) -> None:
+        """Raise if closed, or in the middle of a step: the turn is this thread's then, and waiting
+        for the step's end would be waiting for oneself."""
+        self._require_not_closed()
+        if self.core.is_stepping:
+            raise StateError(
+                f"this LLM ({self._name}) is in the middle of a step of the same thread, as when a "
+                "signal handler calls it; let the handler note what is wanted, and call when "
+                "generate() has returned, or raise an exception from it to end generate()"
+            )
 
     def may_step(self) -> bool:
         """Whether a step may run now: nothing is paused, asleep, invalid or being updated.

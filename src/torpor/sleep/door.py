@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
@@ -70,6 +71,22 @@ class Door:
         self._context = context
         self._open: _Update | None = None
         self._aborted: BaseException | None = None
+        # Held while pairs are asked for and written. A lock, since it knows by itself who holds
+        # it: a note of ours would be wrong for ever after an interrupt in the wrong place.
+        self._writing = threading.RLock()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this thread is in the middle of writing pairs, as their generator is."""
+        return bool(self._writing._is_owned())  # type: ignore[attr-defined]
+
+    def refuse_while_writing(self) -> None:
+        """Raise StateError from within the pairs of an update; the update goes on untouched."""
+        if self.is_writing:
+            raise StateError(
+                "the pairs of an update are being written; what gives them may ask for the status, "
+                "everything else has to wait until the update has returned"
+            )
 
     @property
     def is_open(self) -> bool:
@@ -102,7 +119,8 @@ class Door:
             ArgumentError: nothing that holds pairs; nothing has changed.
             WeightsMismatchError: a name, shape or dtype does not fit.
             WeightsError: a value is NaN.
-            StateError: an earlier pair failed and nobody began anew.
+            StateError: an earlier pair failed and nobody began anew, or these pairs are asked for
+                by another write.
 
         On any failure the whole update is undone.
         """
@@ -119,7 +137,8 @@ class Door:
         assert update is not None
         update.intact = False
         try:
-            written = {self._write_one(update, *checked_pair(item)) for item in pairs}
+            with self._writing:
+                written = {self._write_one(update, *checked_pair(item)) for item in pairs}
             update.intact = True
             return written - {""}
         except BaseException as error:
@@ -220,7 +239,12 @@ class Door:
         self._open = None
 
     def _undo_interrupted(self) -> None:
-        """Undo an update that an interrupt left open half-way."""
+        """Undo an update that an interrupt left open half-way.
+
+        Raises:
+            StateError: this thread is writing one.
+        """
+        self.refuse_while_writing()
         if self._open is not None and not self._open.intact:
             self.abort(self._aborted or StateError("it was interrupted"))
 

@@ -224,6 +224,10 @@ class Sleeper(SleeperCore):
         """Whether pairs were pushed that no ``finish_update`` has made official yet."""
         return self._door.is_open
 
+    def refuse_while_writing(self) -> None:
+        """Raise StateError when called from within the pairs of an update of this sleeper."""
+        self._door.refuse_while_writing()
+
     def load_weights(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Write some pairs, opening an update if none is open; returns the owned names written.
 
@@ -372,6 +376,7 @@ class Sleeper(SleeperCore):
         with self._lock, self._session(closing=True):
             if self._closed:
                 return
+            self._door.refuse_while_writing()
             if self.is_sleeping and not discard:
                 raise StateError(
                     "asleep: wake_up() first, or close(discard=True) to give the content up"

@@ -6,12 +6,14 @@ that has the turn finds the model at rest.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from torpor.engine.requests.request import Request, Sequence
+from torpor.engine.steps.turns import is_held
 from torpor.errors import RequestError, StepError, TorporError
 
 if TYPE_CHECKING:
@@ -49,6 +51,9 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._kv_epoch = sleeper.kv_epoch
         self._abandoned: deque[Request] = deque()
+        # Held during a step. A lock, since it knows by itself who holds it: a note of ours would be
+        # wrong for ever after an interrupt in the wrong place.
+        self._stepping = threading.RLock()
         self.listener: Callable[[Request], None] | None = None
         """Told, with the turn, of every request that has something new."""
 
@@ -66,6 +71,11 @@ class EngineCore:
     def can_step(self) -> bool:
         """Whether a step would compute something, if the model were ready."""
         return self.scheduler.has_work
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether the calling thread is in the middle of a step, as a signal handler may be."""
+        return is_held(self._stepping)
 
     def knows(self, request_id: str) -> bool:
         """Whether a request of this id is unfinished."""
@@ -91,6 +101,10 @@ class EngineCore:
                 one, and keeps its tokens.
         """
         self._ready()
+        with self._stepping:
+            return self._step()
+
+    def _step(self) -> list[Request]:
         step: Step | None = None
         try:
             self.notice_epochs()

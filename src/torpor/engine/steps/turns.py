@@ -30,7 +30,7 @@ class Turns:
     @property
     def held(self) -> bool:
         """Whether the calling thread has the turn."""
-        return _is_held(self._lock)
+        return is_held(self._lock)
 
     @contextmanager
     def take(self) -> Iterator[None]:
@@ -96,11 +96,12 @@ class Turns:
                 self.tell()
 
 
-def _is_held(lock: threading.RLock) -> bool:
+def is_held(lock: threading.RLock) -> bool:
+    """Whether the calling thread holds a lock."""
     held: bool = lock._is_owned()  # type: ignore[attr-defined]
     return held
 
 
 def _let_go(lock: threading.RLock) -> None:
-    if _is_held(lock):
+    if is_held(lock):
         lock.release()
