@@ -135,6 +135,10 @@ class SleeperCore:
             if not self._closed:
                 self._sync_guard()
 
+    def refuse_while_writing(self) -> None:
+        """Raise StateError when called from within the pairs of an update of this sleeper."""
+        self._door.refuse_while_writing()
+
     def _is_inside(self) -> bool:
         """Whether this thread is in the middle of a call. Asked of the lock: a note of our own
         would be wrong for ever after an interrupt in the wrong place."""

@@ -224,10 +224,6 @@ class Sleeper(SleeperCore):
         """Whether pairs were pushed that no ``finish_update`` has made official yet."""
         return self._door.is_open
 
-    def refuse_while_writing(self) -> None:
-        """Raise StateError when called from within the pairs of an update of this sleeper."""
-        self._door.refuse_while_writing()
-
     def load_weights(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Write some pairs, opening an update if none is open; returns the owned names written.
 
