@@ -81,7 +81,7 @@ def test_token_ids_win_over_the_text_beside_them(reader: PromptReader) -> None:
         (5, "prompts is 5"),
         (None, "prompts is None"),
         (b"abc", "prompts is b'abc'"),
-        ({"a", "b"}, "prompts is {"),
+        ({"a"}, "prompts is {"),
         ([None], "prompt 0 is None"),
         ([b"abc"], "prompt 0 is b'abc'"),
         (["a", 5], "prompt 1 is 5"),

@@ -35,7 +35,7 @@ RESERVED: dict[str, dict[str, Any]] = {
     "torch, chunks": {"cpu_kernels": "torch", "max_num_batched_tokens": 19},
 }
 WITH_SINKS = [kind for kind, config in MODELS.items() if config.get("param_sink_number")]
-OTHERS = {"embedded, tied", "ultra, direct queries", "pro moe v2, 128 sinks"}
+OTHERS = ("embedded, tied", "ultra, direct queries", "pro moe v2, 128 sinks")
 """Kinds that differ too little from others to run in every case."""
 
 
