@@ -27,7 +27,7 @@ demo: $(READY)
 	@$(BIN)/torpor demo $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

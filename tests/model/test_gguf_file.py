@@ -54,8 +54,8 @@ def test_biases_are_read_and_their_rows_put_in_order(tmp_path: Path) -> None:
     config = {**GGUF_TINY, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
     weights = write_gguf(tmp_path / "tiny.gguf", config=config)
     file = GgufFile(tmp_path / "tiny.gguf")
-    assert file.config.qkv_bias
-    assert file.config.mlp_bias
+    assert file.config.features.qkv_bias
+    assert file.config.features.mlp_bias
     assert not file.config.tie_word_embeddings
     assert all(torch.equal(tensor, weights[name]) for name, tensor in file.pairs())
 
