@@ -17,6 +17,11 @@ from torpor.errors import RequestError
 from torpor.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 
+def test_what_is_said_in_place_of_logprob_token_ids_is_possible() -> None:
+    with pytest.raises(RequestError, match=r"set logprobs=-1, with max_logprobs=-1 for the engine"):
+        SamplingParams(logprob_token_ids=[1])
+
+
 def test_defaults_are_those_of_vllm() -> None:
     params = SamplingParams()
     assert (params.n, params.temperature, params.top_p, params.top_k) == (1, 1.0, 1.0, 0)

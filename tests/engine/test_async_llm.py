@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torpor.errors import (
     RequestError,
     StateError,
     StepError,
+    WeightsIncompleteError,
 )
 from torpor.outputs import RequestOutput
 from torpor.params import RequestOutputKind, SamplingParams
@@ -218,10 +220,27 @@ def test_a_request_does_not_wait_for_ever(tiny_folder: Path) -> None:
         with pytest.raises(AsleepError, match=r"still asleep or paused after 0.05 s"):
             await last(engine, "a")
         await engine.wake_up()
-        assert engine.get_num_unfinished_requests() == 0
+        while engine.get_num_unfinished_requests():
+            await asyncio.sleep(0)
         await last(engine, "a")
 
     run(tiny_folder, body, asleep_timeout_s=0.05)
+
+
+def test_a_request_that_comes_late_in_a_nap_waits_as_long(
+    tiny_folder: Path, expected: list[tuple[int, ...]]
+) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        await engine.sleep(1)
+        with pytest.raises(AsleepError):
+            await last(engine, "a")
+        late = asyncio.create_task(last(engine, PROMPTS[0]))
+        await asyncio.sleep(0.2)
+        assert not late.done()
+        await engine.wake_up()
+        assert tokens(await late) == expected[0]
+
+    run(tiny_folder, body, asleep_timeout_s=0.5)
 
 
 @pytest.mark.parametrize(
@@ -425,5 +444,231 @@ def test_many_completions_of_one_prompt_cost_no_more_each(tiny_folder: Path) -> 
         )
         (output,) = await collect(engine, "a", params)
         assert len(output.outputs) == 500
+
+    run(tiny_folder, body)
+
+
+async def woken_without_weights(engine: AsyncLLM) -> None:
+    """Leave an engine awake whose weights nobody has filled."""
+    await engine.sleep(2)
+    await engine.wake_up(["weights"])
+    await engine.wake_up(["kv_cache", "graphs"])
+    assert not await engine.is_sleeping()
+
+
+@pytest.mark.parametrize("on_asleep", ["queue", "wake"])
+def test_a_request_does_not_wait_for_ever_for_weights(
+    tiny_folder: Path, expected: list[tuple[int, ...]], on_asleep: str
+) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        await woken_without_weights(engine)
+        with pytest.raises(
+            WeightsIncompleteError, match=r"after 0\.2 s: .*reload_weights"
+        ) as caught:
+            await asyncio.wait_for(last(engine, PROMPTS[0]), 20)
+        assert "model.norm.weight" in caught.value.names
+        in_time = asyncio.create_task(last(engine, PROMPTS[0]))
+        await asyncio.sleep(0)
+        await engine.reload_weights()
+        assert tokens(await in_time) == expected[0]
+
+    run(tiny_folder, body, asleep_timeout_s=0.2, on_asleep=on_asleep)
+
+
+def test_a_request_is_refused_at_once_while_weights_are_missing_if_so_chosen(
+    tiny_folder: Path, expected: list[tuple[int, ...]]
+) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        await woken_without_weights(engine)
+        with pytest.raises(WeightsIncompleteError, match="awake, but"):
+            await asyncio.wait_for(last(engine, PROMPTS[0]), 20)
+        await engine.reload_weights()
+        assert tokens(await last(engine, PROMPTS[0])) == expected[0]
+
+    run(tiny_folder, body, on_asleep="reject")
+
+
+def test_health_tells_of_missing_weights_and_not_of_sleep(tiny_folder: Path) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        await engine.check_health()
+        await engine.sleep(2)
+        await engine.check_health()
+        await engine.wake_up()
+        await woken_without_weights(engine)
+        with pytest.raises(WeightsIncompleteError, match="awake, but"):
+            await engine.check_health()
+        await engine.reload_weights()
+        await engine.begin_update()
+        await engine.check_health()
+        await engine.finish_update()
+
+    run(tiny_folder, body)
+
+
+def test_an_open_update_holds_a_request_without_failing_it(
+    tiny_folder: Path, expected: list[tuple[int, ...]]
+) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        await engine.begin_update()
+        held = asyncio.create_task(last(engine, PROMPTS[0]))
+        await asyncio.sleep(0.2)
+        assert not held.done()
+        await engine.finish_update()
+        assert tokens(await held) == expected[0]
+
+    run(tiny_folder, body, asleep_timeout_s=0.05)
+
+
+def test_a_request_without_an_id_passes_over_those_in_use(
+    tiny_folder: Path, expected: list[tuple[int, ...]]
+) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        await engine.pause_generation("keep")
+        tasks = []
+        for prompt, name in zip(PROMPTS, ["2", "2-1", None, None], strict=True):
+            tasks.append(asyncio.create_task(last(engine, prompt, request_id=name)))
+            while engine.get_num_unfinished_requests() < len(tasks):
+                await asyncio.sleep(0.001)
+                assert not tasks[-1].done()
+        await engine.resume_generation()
+        outputs = await asyncio.gather(*tasks)
+        assert [output.request_id for output in outputs] == ["2", "2-1", "2-2", "3"]
+        assert [tokens(output) for output in outputs] == expected
+
+    run(tiny_folder, body)
+
+
+def test_one_engine_is_woken_by_requests_of_several_loops(
+    tiny_folder: Path, expected: list[tuple[int, ...]]
+) -> None:
+    engine = AsyncLLM(tiny_folder, on_asleep="wake", kv_cache_memory_bytes=1 << 20, block_size=4)
+
+    async def main() -> None:
+        await engine.sleep(2)
+        outputs = await asyncio.gather(*(last(engine, prompt) for prompt in PROMPTS))
+        assert [tokens(output) for output in outputs] == expected
+
+    try:
+        for _ in range(2):
+            asyncio.run(main())
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("how", ["pause", "sleep"])
+def test_the_wait_is_counted_from_the_beginning_of_the_nap(
+    tiny_folder: Path, expected: list[tuple[int, ...]], how: str
+) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        # The second one waits in line for longer than the time limit, with the model awake.
+        running, _ = await started(engine, 1)
+        hold, entered = threading.Event(), threading.Event()
+        launch = engine.engine.core._runner.launch
+
+        def slow(step: Any) -> Any:
+            entered.set()
+            assert hold.wait(30)
+            return launch(step)
+
+        engine.engine.core._runner.launch = slow  # type: ignore[method-assign]
+        queued = asyncio.create_task(last(engine, PROMPTS[0]))
+        while not entered.is_set():
+            await asyncio.sleep(0)
+        napping = asyncio.ensure_future(
+            engine.pause_generation("keep") if how == "pause" else engine.sleep(1, mode="keep")
+        )
+        await asyncio.sleep(0.75)
+        hold.set()
+        await napping
+        await asyncio.sleep(0.5)  # Past the limit of both, had it begun at their last output.
+        assert not queued.done()
+        assert not running.done()
+        await engine.wake_up()
+        assert tokens(await queued) == expected[0]
+        await running
+
+    run(tiny_folder, body, asleep_timeout_s=1, max_num_seqs=1)
+
+
+def test_each_nap_is_counted_by_itself(tiny_folder: Path) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        # Naps so close together that the thread which steps does not see the moment between them.
+        standstill = engine._thread.standstill
+        note = standstill.note
+
+        def missed(*, may_step: bool) -> None:
+            if not may_step or threading.current_thread().name != "torpor-steps":
+                note(may_step=may_step)
+
+        standstill.note = missed  # type: ignore[method-assign]
+        params = SamplingParams(max_tokens=100, ignore_eos=True)
+        kept = asyncio.create_task(last(engine, PROMPTS[1], params))
+        while not engine.get_num_unfinished_requests():
+            await asyncio.sleep(0)
+        for _ in range(3):
+            await engine.pause_generation("keep", clear_cache=False)
+            await asyncio.sleep(0.3)
+            assert not kept.done()
+            await engine.resume_generation()
+        await kept
+
+    run(tiny_folder, body, asleep_timeout_s=0.5)
+
+
+def test_a_nap_is_counted_though_nobody_asks_at_its_beginning(tiny_folder: Path) -> None:
+    # One output at the end: its reader asks at the start, and next when the limit has passed.
+    params = SamplingParams(
+        max_tokens=100, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+
+    async def body(engine: AsyncLLM) -> None:
+        launch = engine.engine.core._runner.launch
+
+        def slow(step: Any) -> Any:
+            time.sleep(0.01)
+            return launch(step)
+
+        engine.engine.core._runner.launch = slow  # type: ignore[method-assign]
+        kept = asyncio.create_task(last(engine, PROMPTS[1], params))
+        await asyncio.sleep(0.3)
+        await engine.pause_generation("keep")
+        begun_s = time.monotonic()
+        with pytest.raises(AsleepError, match=r"after 1 s"):
+            await kept
+        assert 0.9 < time.monotonic() - begun_s < 1.5
+
+    run(tiny_folder, body, asleep_timeout_s=1)
+
+
+def test_outputs_that_have_come_are_read_however_late(tiny_folder: Path) -> None:
+    params = SamplingParams(
+        temperature=0, max_tokens=8, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
+
+    long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+
+    async def body(engine: AsyncLLM) -> None:
+        kept = asyncio.create_task(last(engine, PROMPTS[0], long))
+        while not engine.get_num_unfinished_requests():
+            await asyncio.sleep(0)
+        stream = engine.generate(PROMPTS[1], params)
+        await anext(stream)
+        while engine.get_num_unfinished_requests() > 1:
+            time.sleep(0.001)  # The loop stands still, so nothing is handed over yet.
+        engine.engine.pause_generation("keep")
+        time.sleep(0.2)
+        assert len([output async for output in stream]) == 7
+        with pytest.raises(AsleepError):
+            await kept
+
+    run(tiny_folder, body, asleep_timeout_s=0.05)
+
+
+@pytest.mark.parametrize("name", [5, None, ["a", 5], [["a"]], b"x"], ids=repr)
+def test_an_abort_of_no_id_is_refused(tiny_folder: Path, name: Any) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        with pytest.raises(ArgumentError, match=r"request_id is .*; give a string"):
+            await engine.abort(name)
+        await engine.check_health()
 
     run(tiny_folder, body)

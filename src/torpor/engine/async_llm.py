@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, Unpack
 
@@ -14,7 +17,8 @@ from torpor.engine.options import check_on_asleep, check_timeout
 from torpor.engine.requests.prompts import params_for
 from torpor.engine.step_thread import StepThread
 from torpor.engine.subscription import Subscription
-from torpor.errors import AsleepError, StateError
+from torpor.errors import ArgumentError, AsleepError, StateError
+from torpor.params.checks import shown
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +34,9 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_SHORTEST_WAIT_S = 1e-3
+"""Long enough for the loop to hand over what has come, even to a reader that is overdue."""
 
 
 class AsyncLLM:
@@ -53,8 +60,10 @@ class AsyncLLM:
             model: a name such as "smollm2", or a model folder.
             on_asleep: what becomes of a request that comes while the model is asleep or paused:
                 "queue" holds it until somebody wakes the model, "reject" refuses it with
-                AsleepError, "wake" wakes the model.
-            asleep_timeout_s: how long a request may wait for the model to wake, in seconds.
+                AsleepError, "wake" wakes the model. While it is awake with weights that nobody has
+                filled yet, "reject" refuses with WeightsIncompleteError and the others hold it.
+            asleep_timeout_s: how long a request may wait for the model to wake, or for its
+                weights, in seconds; from when it fell asleep, or the request came if that is later.
             options: see `EngineArgs`.
 
         Raises:
@@ -63,7 +72,9 @@ class AsyncLLM:
         self._on_asleep = check_on_asleep(on_asleep)
         self._timeout_s = check_timeout("asleep_timeout_s", asleep_timeout_s)
         self._engine = Engine(engine_args(model, options))
-        self._waking = asyncio.Lock()
+        # Requests that want a wake wait here one behind the other, whatever loop they are of, and
+        # not in the loop's pool, which others need. Its one thread ends with this object.
+        self._waker = ThreadPoolExecutor(1, thread_name_prefix="torpor-waker")
         self._thread = StepThread(self._engine)
         self._thread.start()
 
@@ -89,13 +100,15 @@ class AsyncLLM:
             prompt: one prompt, as for ``LLM.generate``.
             sampling_params: None for the defaults; ``output_kind`` says whether outputs hold
                 everything so far, what is new, or come once at the end.
-            request_id: unique among unfinished requests; None for the next number.
+            request_id: unique among unfinished requests; None for the next number, with a suffix
+                such as "-1" if an unfinished request has that name.
             priority: lower first; read by the priority policy.
             cache_salt: prefixes are shared only with requests of the same salt.
 
         Raises:
             RequestError: this request is refused or failed; no other one is touched.
             AsleepError: asleep and refused, or not woken in time.
+            WeightsIncompleteError: the same for a model that is awake without its weights.
         """
         self._require_alive()
         number = self._engine.next_number()
@@ -109,7 +122,8 @@ class AsyncLLM:
             cache_salt=cache_salt,
         )
         await self._answer_sleep()
-        subscription = Subscription(request, asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        subscription = Subscription(request, loop, is_named=request_id is not None)
         self._thread.submit(subscription)
         try:
             while not subscription.ended:
@@ -118,8 +132,12 @@ class AsyncLLM:
             self._thread.cancel(subscription)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests, with finish reason "abort"; unknown ids are passed over."""
-        names = [request_id] if isinstance(request_id, str) else list(request_id)
+        """End requests, with finish reason "abort"; unknown ids are passed over.
+
+        Raises:
+            ArgumentError: neither an id nor several; nothing is aborted.
+        """
+        names = _names(request_id)
         await self._in_turn(lambda: self._engine.core.abort(names))
 
     async def sleep(
@@ -132,7 +150,7 @@ class AsyncLLM:
         self, tags: Sequence[str] | None = None, *, reload: bool | None = None
     ) -> WakeReport:
         """As ``LLM.wake_up``."""
-        return await asyncio.to_thread(self._engine.wake_up, tags, reload=reload)
+        return await self._in_turn(lambda: self._engine.wake_up(tags, reload=reload))
 
     async def pause_generation(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
         """As ``LLM.pause_generation``."""
@@ -140,7 +158,7 @@ class AsyncLLM:
 
     async def resume_generation(self) -> None:
         """As ``LLM.resume_generation``."""
-        await asyncio.to_thread(self._engine.resume_generation)
+        await self._in_turn(self._engine.resume_generation)
 
     async def is_sleeping(self) -> bool:
         """As ``LLM.is_sleeping``."""
@@ -162,7 +180,7 @@ class AsyncLLM:
         self, source: WeightSource | Pairs, version: str | None = None
     ) -> UpdateReport:
         """As ``LLM.update_weights``; requests that run go on with the new weights."""
-        return await asyncio.to_thread(self._engine.update_weights, source, version)
+        return await self._in_turn(lambda: self._engine.update_weights(source, version))
 
     async def begin_update(self, version: str | None = None) -> None:
         """As ``LLM.begin_update``; no step runs until the update is finished."""
@@ -174,11 +192,11 @@ class AsyncLLM:
 
     async def finish_update(self) -> UpdateReport:
         """As ``LLM.finish_update``."""
-        return await asyncio.to_thread(self._engine.finish_update)
+        return await self._in_turn(self._engine.finish_update)
 
     async def reload_weights(self) -> UpdateReport:
         """As ``LLM.reload_weights``."""
-        return await asyncio.to_thread(self._engine.reload_weights)
+        return await self._in_turn(self._engine.reload_weights)
 
     async def verify(self) -> VerifyReport:
         """As ``LLM.verify``."""
@@ -190,9 +208,10 @@ class AsyncLLM:
         Raises:
             StateError: shut down.
             FaultedError: the last wake could not prove its content.
+            WeightsIncompleteError: awake, but weights have to be reloaded or updated first.
         """
         self._require_alive()
-        await asyncio.to_thread(self._engine.may_step)
+        await asyncio.to_thread(self._require_content)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -231,33 +250,75 @@ class AsyncLLM:
         return self._engine.prepare(read, params, **options)
 
     async def _next(self, subscription: Subscription) -> RequestOutput:
-        while True:
-            try:
-                return await asyncio.wait_for(subscription.next(), self._timeout_s)
-            except TimeoutError:
-                if not self._engine.is_sleeping():
-                    continue  # a long queue or a long step, not a sleep
-                raise AsleepError(
-                    f"the model is still asleep or paused after {self._timeout_s:g} s; wake it up, "
-                    "or raise asleep_timeout_s"
-                ) from None
+        while not subscription.is_ready:
+            left_s = max(self._left_s(subscription.request), _SHORTEST_WAIT_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(subscription.wait(), left_s)
+            self._refuse_overdue(subscription)
+        return subscription.take()
+
+    def _left_s(self, request: Request) -> float:
+        """How long a request may still wait, should no step run until then."""
+        since_s = self._thread.standstill.since_s
+        if since_s is None:
+            # A long queue or a long step, if anything. A standstill that begins later ends later.
+            return self._timeout_s
+        return max(since_s, request.arrival_s) + self._timeout_s - time.monotonic()
+
+    def _refuse_overdue(self, subscription: Subscription) -> None:
+        """Raise if a request's time is up, the model stands still, and nothing has just come."""
+        if subscription.is_ready or self._left_s(subscription.request) > 0:
+            return
+        if self._engine.is_sleeping():
+            raise AsleepError(
+                f"the model is still asleep or paused after {self._timeout_s:g} s; wake it up, "
+                "or raise asleep_timeout_s"
+            )
+        self._thread.standstill.require_content(f" after {self._timeout_s:g} s")
 
     async def _answer_sleep(self) -> None:
-        if not self._engine.is_sleeping() or self._on_asleep == "queue":
-            return
         if self._on_asleep == "reject":
-            raise AsleepError("the model is asleep or paused; wake it up, or ask again later")
-        async with self._waking:
             if self._engine.is_sleeping():
-                await self.wake_up()
+                raise AsleepError("the model is asleep or paused; wake it up, or ask again later")
+            if self._thread.standstill.lacks_content:
+                # Looked at again once it holds for sure: a wake or an update may be at work.
+                await asyncio.to_thread(self._require_content)
+        elif self._on_asleep == "wake" and self._engine.is_sleeping():
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._waker, self._wake_if_asleep)
+
+    def _wake_if_asleep(self) -> None:
+        with self._engine.turns.take():
+            if self._engine.is_sleeping():
+                self._engine.wake_up()
+
+    def _require_content(self) -> None:
+        """Raise if no step may run before weights are filled, or ever; waits for an update."""
+        if not self._engine.may_step():
+            self._thread.standstill.require_content()
 
     async def _in_turn(self, act: Callable[[], T]) -> T:
         def run() -> T:
             with self._engine.turns.take():
-                return act()
+                result = act()
+                # In the same turn: the next nap may begin before the thread comes to look.
+                self._thread.look()
+                return result
 
         return await asyncio.to_thread(run)
 
     def _require_alive(self) -> None:
         if not self._thread.is_alive:
             raise StateError("this AsyncLLM is shut down; make a new one")
+
+
+def _names(request_id: Any) -> list[str]:
+    """One id or several as a list."""
+    if isinstance(request_id, str):
+        return [request_id]
+    names = list(request_id) if isinstance(request_id, Iterable) else [request_id]
+    if not all(isinstance(name, str) for name in names):
+        raise ArgumentError(
+            f"request_id is {shown(request_id)}; give a string, or several in a list"
+        )
+    return names

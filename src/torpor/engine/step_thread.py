@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
+from torpor.engine.standstill import Standstill
 from torpor.engine.steps.core import step_error
 from torpor.errors import StateError, TorporError
 
@@ -20,6 +22,7 @@ class StepThread:
 
     def __init__(self, engine: Engine) -> None:
         """Prepare; ``start`` runs it."""
+        self.standstill = Standstill(engine)
         self._engine = engine
         self._inbox: deque[Subscription] = deque()
         self._subscriptions: dict[int, Subscription] = {}
@@ -43,6 +46,10 @@ class StepThread:
         self._engine.turns.tell()
         if self._thread.is_alive():
             self._thread.join()
+
+    def look(self) -> None:
+        """Note whether steps may run now; from whoever has the turn."""
+        self._may_step()
 
     def submit(self, subscription: Subscription) -> None:
         """Have a request taken in before the next step. Never waits."""
@@ -94,21 +101,33 @@ class StepThread:
 
     def _may_step(self) -> bool:
         try:
-            return self._engine.may_step()
+            may_step = self._engine.may_step()
         except StateError:
             # Faulted: the requests have to be told, which the step does.
-            return True
+            may_step = True
+        self.standstill.note(may_step=may_step)
+        return may_step
 
     def _take_in(self) -> None:
         while self._inbox:
             subscription = self._inbox.popleft()
             request = subscription.request
+            if not subscription.is_named:
+                request.request_id = self._free_name(request.request_id)
             self._subscriptions[request.number] = subscription
             try:
                 self._engine.submit(request)
             except Exception as error:
                 del self._subscriptions[request.number]
                 subscription.put(error if isinstance(error, TorporError) else step_error(error))
+
+    def _free_name(self, name: str) -> str:
+        """A name, or the first of name-1, name-2 and so on that no unfinished request has."""
+        # With the turn, so that nobody takes it meanwhile. The number itself stays: it is the
+        # request's place in the order, and its seed.
+        knows = self._engine.core.knows
+        others = (f"{name}-{index}" for index in itertools.count(1))
+        return next(free for free in itertools.chain([name], others) if not knows(free))
 
     def _tell(self, request: Request) -> None:
         subscription = self._subscriptions.get(request.number)

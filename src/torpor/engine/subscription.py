@@ -22,9 +22,18 @@ class Subscription:
     other, those that tell only what is new are kept one by one.
     """
 
-    def __init__(self, request: Request, loop: asyncio.AbstractEventLoop) -> None:
-        """Wait for a request's outputs, of the kind that its parameters ask for."""
+    def __init__(
+        self, request: Request, loop: asyncio.AbstractEventLoop, *, is_named: bool = True
+    ) -> None:
+        """Wait for a request's outputs, of the kind that its parameters ask for.
+
+        Args:
+            request: not taken in yet.
+            loop: where the outputs are read.
+            is_named: whether the caller chose its id; else another is found if that is in use.
+        """
         self.request = request
+        self.is_named = is_named
         self.ended = False
         """Whether the last output, or the error, was read."""
         self._loop = loop
@@ -33,15 +42,23 @@ class Subscription:
         self._items: deque[RequestOutput | BaseException] = deque()
         self._arrived = asyncio.Event()
 
-    async def next(self) -> RequestOutput:
-        """The next output.
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self._items)
+
+    async def wait(self) -> None:
+        """Wait until there is something to take."""
+        while not self._items:
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    def take(self) -> RequestOutput:
+        """The next output; there must be one.
 
         Raises:
             TorporError: why the request was refused or failed.
         """
-        while not self._items:
-            self._arrived.clear()
-            await self._arrived.wait()
         item = self._items.popleft()
         if isinstance(item, BaseException):
             self.ended = True

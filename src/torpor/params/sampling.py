@@ -55,7 +55,7 @@ _OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
 _FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 _UNSUPPORTED = {
     "spaces_between_special_tokens": "leave it True",
-    "logprob_token_ids": "remove it and set logprobs=-1",
+    "logprob_token_ids": "remove it and set logprobs=-1, with max_logprobs=-1 for the engine",
     "flat_logprobs": "remove it",
     "extra_args": "remove it",
     "thinking_token_budget": "remove it and set max_tokens",
@@ -91,7 +91,8 @@ class SamplingParams:
     """
 
     n: int = 1
-    """Number of completions of the prompt."""
+    """Number of completions of the prompt; at most 16384. They wait in line for ``max_num_seqs``, so
+    a large number keeps an engine busy for long."""
     temperature: float = 1.0
     """Divides the logits; below 1e-5 the likeliest token is taken (greedy), and from there to 0.01
     it is raised to 0.01, where float32 logits still divide well."""
@@ -115,7 +116,8 @@ class SamplingParams:
     """Before this many tokens neither an end token nor a stop string ends the completion."""
     logprobs: int | None = None
     """Log probabilities per token: 0 for the sampled one, k for the k likeliest and that one, -1
-    for the whole vocabulary; True means 1."""
+    for the whole vocabulary; True means 1. More than the engine's ``max_logprobs``, 20 if nobody
+    says otherwise, is refused; ``max_logprobs=-1`` allows any number and -1."""
     prompt_logprobs: int | None = None
     """The same for the prompt's own tokens."""
     presence_penalty: float = 0.0
