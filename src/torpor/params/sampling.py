@@ -91,7 +91,7 @@ class SamplingParams:
     """
 
     n: int = 1
-    """Number of completions of the prompt; at most 16384. They wait in line for ``max_num_seqs``, so
+    """Number of completions of the prompt; at most 16384. They wait for ``max_num_seqs``, so
     a large number keeps an engine busy for long."""
     temperature: float = 1.0
     """Divides the logits; below 1e-5 the likeliest token is taken (greedy), and from there to 0.01
