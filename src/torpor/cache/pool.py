@@ -56,6 +56,8 @@ class BlockPool:
         self.index = PrefixIndex(num_blocks)
         self._on_free = on_free
         self._capacity = num_blocks
+        self.highest = NULL_BLOCK
+        """The highest id handed out since the memory came."""
         self._ref_counts = [0] * num_blocks
         # Next to be handed out first. Blocks without a key come before those with one.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
@@ -211,6 +213,7 @@ class BlockPool:
         self._ref_counts = [0] * self.num_blocks
         self._free.clear()
         taken = self._reserved_blocks()
+        self.highest = max(taken, default=NULL_BLOCK)
         self._add_unkeyed([block for block in range(1, self._capacity) if block not in taken])
 
     def set_capacity(self, mapped: int) -> None:
@@ -274,6 +277,7 @@ class BlockPool:
                     evicted.append(block)
             blocks.append(block)
             after = block
+        self.highest = max(self.highest, *blocks) if blocks else self.highest
         self._died(evicted)
         return blocks
 

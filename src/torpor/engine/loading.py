@@ -23,6 +23,7 @@ from torpor.engine.sampling.grammar import GrammarCompiler
 from torpor.engine.steps.core import EngineCore
 from torpor.engine.steps.inputs import InputBuffers
 from torpor.engine.steps.kv_cache import KVCacheMemory, allocate_kv_cache
+from torpor.engine.steps.pages_ahead import pages_ahead
 from torpor.engine.steps.runner import ModelRunner
 from torpor.engine.steps.scheduler import Scheduler, SchedulerConfig
 from torpor.engine.steps.sinks import Sinks
@@ -186,7 +187,8 @@ def _core(
         clear=memory.clear,
         logprobs_mode=args.logprobs_mode,
     )
-    return EngineCore(Scheduler(limits, cache), runner, sleeper, ready=ready), cache
+    pages = pages_ahead(memory, cache, sleeper)
+    return EngineCore(Scheduler(limits, cache), runner, sleeper, ready=ready, pages=pages), cache
 
 
 def _limits(args: EngineArgs) -> SchedulerConfig:

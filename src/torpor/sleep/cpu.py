@@ -122,8 +122,21 @@ class CpuDevice:
     def unmap(self, address: int, nbytes: int) -> None:
         if nbytes == 0:
             return
-        self._check(self._libc.madvise(address, nbytes, _MADV_DONTNEED), "release", nbytes)
+        # Protected first: whoever touches pages ahead cannot bring any back after their release.
         self._check(self._libc.mprotect(address, nbytes, _PROT_NONE), "protect", nbytes)
+        if self._libc.madvise(address, nbytes, _MADV_DONTNEED) != 0:
+            reason = ctypes.get_errno()
+            self._libc.mprotect(address, nbytes, _PROT_READ_WRITE)
+            ctypes.set_errno(reason)
+            self._check(-1, "release", nbytes)
+
+    def touch(self, address: int, nbytes: int) -> bool:
+        """Get the pages of a range now, from any thread; their content stays.
+
+        Returns:
+            False where the range has no memory, or the kernel does not know how.
+        """
+        return bool(self._libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0)
 
     def abandon(self, address: int, nbytes: int) -> None:
         if nbytes:

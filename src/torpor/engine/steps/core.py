@@ -35,6 +35,7 @@ class EngineCore:
         sleeper: Sleeper,
         *,
         ready: Callable[[], None],
+        pages: Callable[[], None] = lambda: None,
     ) -> None:
         """Put the parts together.
 
@@ -43,11 +44,13 @@ class EngineCore:
             runner: computes them.
             sleeper: whose epochs say what the cache and the weights are worth.
             ready: called before each step; raises unless it may run.
+            pages: called when the blocks of a step are known; may see to those of later ones.
         """
         self.scheduler = scheduler
         self._runner = runner
         self._sleeper = sleeper
         self._ready = ready
+        self._pages = pages
         self._requests: dict[str, Request] = {}
         self._kv_epoch = sleeper.kv_epoch
         self._abandoned: deque[Request] = deque()
@@ -112,6 +115,7 @@ class EngineCore:
             step = self.scheduler.schedule()
             if not step.rows:
                 return []
+            self._pages()
             launched = self._runner.launch(step)
             return self._apply(launched, self._runner.collect(launched))
         except Exception as error:

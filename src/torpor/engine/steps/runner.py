@@ -90,7 +90,7 @@ class ModelRunner:
                 (row, self._model.compute_logits(hidden_TD[tokens])) for row, tokens in prompts
             ]
             if prompts and len(ends) < len(hidden_TD):
-                hidden_TD = hidden_TD[_index(ends, ids_T.device)]
+                hidden_TD = hidden_TD.index_select(0, _index(ends, ids_T.device))
             logits_RV = self._model.compute_logits(hidden_TD) if rows else None
         return Launched(rows, logits_RV, prompt_rows)
 

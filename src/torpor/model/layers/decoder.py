@@ -85,7 +85,7 @@ class DecoderLayer(nn.Module):
             x_TD, residual_TD = self.input_layernorm.add(x_TD, residual_TD)
         x_TD = self.self_attn(x_TD, rope, attn, rows_R)
         if rows_R is not None:
-            residual_TD = residual_TD[rows_R]
+            residual_TD = residual_TD.index_select(0, rows_R)
         if self.pre_mlp_layernorm is None or self.post_mlp_layernorm is None:
             x_TD, residual_TD = self.post_attention_layernorm.add(x_TD, residual_TD)
             return self.mlp(x_TD), residual_TD

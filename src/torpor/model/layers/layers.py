@@ -13,9 +13,9 @@ import math
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from torpor.model.config.rope_config import RopeConfig
+from torpor.model.layers.one_thread import cos_sin, take_rows
 from torpor.model.layers.ops import OpsModule, normalise
 
 RopeTables = tuple[torch.Tensor, torch.Tensor]
@@ -51,7 +51,7 @@ class Embedding(nn.Module):
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         """int64 ids [T] to [T, width]."""
-        return functional.embedding(ids_T, self.weight)
+        return take_rows(self.weight, ids_T)
 
 
 class Head(OpsModule):
@@ -132,8 +132,7 @@ class RotaryEmbedding(nn.Module):
         Returns:
             Cosines and signed sines, each [T, 1, head_dim].
         """
-        angles = torch.outer(positions_T.float(), self.inv_freq)
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = cos_sin(positions_T, self.inv_freq)
         # The sign of the rotation's upper half lives in the table: one operation fewer a layer.
         if self.interleaved:
             cos_TD = torch.stack((cos, cos), dim=-1).flatten(-2)

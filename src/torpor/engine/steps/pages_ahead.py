@@ -1,0 +1,103 @@
+"""Pages of the KV cache before a step needs them.
+
+The system gives a page at its first touch, and clears it then; on a virtual machine it must often
+first get it from its host. For a prompt of a thousand tokens that is up to a tenth of a second of
+its first token, so it is done beside the steps, as far ahead as the cache is used at all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+from weakref import ref
+
+from torpor.sleep.cpu import HUGE_PAGE_BYTES, CpuDevice
+
+if TYPE_CHECKING:
+    import torch
+
+    from torpor.cache.manager import KVCacheManager
+    from torpor.engine.steps.kv_cache import KVCacheMemory
+    from torpor.sleep.sleeper import Sleeper
+
+MOST_BYTES = 64 << 20
+"""That are touched and not yet used."""
+CHUNK_BYTES = 4 << 20
+"""At a time: whoever changes the mapping waits no longer than for these."""
+
+Touch = Callable[[int, int], bool]
+"""Gets the pages of a range, by address and bytes, and leaves their content; False if it cannot."""
+
+
+class PagesAhead:
+    """One cache whose blocks are used from its beginning on."""
+
+    def __init__(self, kv: torch.Tensor, touch: Touch) -> None:
+        """Touch nothing yet.
+
+        Args:
+            kv: the cache; begins at the border of a huge page.
+            touch: called by a thread of its own, also when the cache has no memory any more.
+        """
+        # Held, so that nothing else gets these addresses while they are touched.
+        self._kv = kv
+        self._address, self._nbytes, self._touch = kv.data_ptr(), kv.nbytes, touch
+        self._lock = threading.Lock()
+        self._epoch: int | None = None
+        self._done = 0
+        self._target = 0
+        self._busy = False
+
+    def reach(self, used: int, epoch: int) -> None:
+        """Say how much is used; returns at once.
+
+        Args:
+            used: bytes from the beginning on that have been in use since the cache got its memory.
+            epoch: grows whenever the cache loses its memory.
+        """
+        target = min(used + min(used, MOST_BYTES), self._nbytes)
+        if epoch == self._epoch and target - self._target < CHUNK_BYTES:
+            return
+        with self._lock:
+            if epoch != self._epoch:
+                self._epoch, self._done = epoch, 0
+            # What is used has its pages, or gets them in the step that comes.
+            first = -(-used // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+            self._done, self._target = max(self._done, first), target
+            if self._busy or self._target - self._done < CHUNK_BYTES:
+                return
+            self._busy = True
+        threading.Thread(target=_run, args=(ref(self),), name="torpor-pages", daemon=True).start()
+
+    def touch_chunk(self) -> bool:
+        """Touch what comes next; False when there is nothing to touch for the time being."""
+        with self._lock:
+            start, nbytes = self._done, min(CHUNK_BYTES, self._target - self._done)
+            moved = self._kv.data_ptr() != self._address
+            self._busy = nbytes > 0 and not moved
+            if not self._busy:
+                return False
+            self._done += nbytes
+        touched = self._touch(self._address + start, nbytes)
+        if not touched:
+            with self._lock:
+                self._busy = False
+        return touched
+
+
+def _run(pages: ref[PagesAhead]) -> None:
+    # Between chunks nobody is held: a cache that nobody uses any more goes at once.
+    while (found := pages()) is not None and found.touch_chunk():
+        del found
+
+
+def pages_ahead(
+    memory: KVCacheMemory, cache: KVCacheManager, sleeper: Sleeper
+) -> Callable[[], None]:
+    """What is to be called before each step, for this cache."""
+    if memory.kv.device.type != "cpu":
+        return lambda: None
+    pages = PagesAhead(memory.kv, CpuDevice().touch)
+    block_bytes = memory.layout.block_bytes
+    return lambda: pages.reach((cache.pool.highest + 1) * block_bytes, sleeper.kv_epoch)

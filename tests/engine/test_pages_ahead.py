@@ -1,0 +1,186 @@
+"""Pages of the cache are touched ahead of their use, and never come back after a release."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from torpor.engine.steps.pages_ahead import CHUNK_BYTES, MOST_BYTES, PagesAhead
+from torpor.sleep.adopt import tensor_in
+from torpor.sleep.arena import Arena
+from torpor.sleep.cpu import HUGE_PAGE_BYTES, CpuDevice
+
+MIB = 1 << 20
+SIZE = 256 * MIB
+CACHE = torch.empty(SIZE, dtype=torch.uint8)  # touched by nobody
+
+
+class Touched:
+    """Remembers what it is asked for; refuses from a number of bytes on."""
+
+    def __init__(self, most: int = SIZE) -> None:
+        self.ranges: list[tuple[int, int]] = []
+        self.most = most
+
+    def __call__(self, address: int, nbytes: int) -> bool:
+        self.ranges.append((address - CACHE.data_ptr(), nbytes))
+        return sum(size for _, size in self.ranges) <= self.most
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The one range that they all make."""
+        ends = [start + nbytes for start, nbytes in self.ranges]
+        starts = [start for start, _ in self.ranges]
+        assert starts[1:] == ends[:-1], "chunk after chunk"
+        return starts[0], ends[-1]
+
+
+def finish() -> None:
+    """Wait for the threads that touch."""
+    for thread in threading.enumerate():
+        if thread.name == "torpor-pages":
+            thread.join()
+
+
+def test_as_much_again_as_is_in_use_is_touched() -> None:
+    touched = Touched()
+    pages = PagesAhead(CACHE, touched)
+    pages.reach(10 * MIB, 0)
+    finish()
+    assert touched.bounds == (10 * MIB, 20 * MIB)
+    pages.reach(16 * MIB, 0)
+    finish()
+    assert touched.bounds == (10 * MIB, 32 * MIB)
+    assert max(nbytes for _, nbytes in touched.ranges) == CHUNK_BYTES
+
+
+def test_little_use_touches_nothing() -> None:
+    touched = Touched()
+    pages = PagesAhead(CACHE, touched)
+    pages.reach(CHUNK_BYTES - 1, 0)
+    finish()
+    assert not touched.ranges
+
+
+def test_ranges_begin_at_the_border_of_a_page() -> None:
+    touched = Touched()
+    pages = PagesAhead(CACHE, touched)
+    pages.reach(9 * MIB + 12_345, 0)
+    finish()
+    assert touched.bounds[0] == 10 * MIB
+    assert touched.bounds[0] % HUGE_PAGE_BYTES == 0
+
+
+def test_it_goes_so_far_and_not_beyond_the_end() -> None:
+    touched = Touched()
+    pages = PagesAhead(CACHE, touched)
+    pages.reach(100 * MIB, 0)
+    finish()
+    assert touched.bounds == (100 * MIB, 100 * MIB + MOST_BYTES)
+    pages.reach(250 * MIB, 0)
+    finish()
+    assert touched.ranges[-1][0] + touched.ranges[-1][1] == SIZE
+    before = len(touched.ranges)
+    pages.reach(SIZE, 0)
+    finish()
+    assert len(touched.ranges) == before
+
+
+def test_memory_that_came_anew_is_touched_anew() -> None:
+    touched = Touched()
+    pages = PagesAhead(CACHE, touched)
+    pages.reach(10 * MIB, 0)
+    finish()
+    touched.ranges.clear()
+    pages.reach(10 * MIB, 1)
+    finish()
+    assert touched.bounds == (10 * MIB, 20 * MIB)
+
+
+def test_a_system_that_refuses_is_asked_no_more_until_more_is_used() -> None:
+    touched = Touched(most=0)
+    pages = PagesAhead(CACHE, touched)
+    pages.reach(32 * MIB, 0)
+    finish()
+    assert len(touched.ranges) == 1
+    pages.reach(33 * MIB, 0)
+    finish()
+    assert len(touched.ranges) == 1
+
+
+def test_a_cache_that_lies_elsewhere_now_is_left_alone() -> None:
+    touched, kv = Touched(), torch.empty(SIZE, dtype=torch.uint8)
+    pages = PagesAhead(kv, touched)
+    kv.set_(torch.empty(SIZE, dtype=torch.uint8).untyped_storage(), 0, (SIZE,))  # type: ignore[call-overload]
+    pages.reach(32 * MIB, 0)
+    finish()
+    assert not touched.ranges
+
+
+def test_a_cache_that_nobody_uses_goes_while_it_is_touched() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+    counted = []
+
+    def touch(address: int, nbytes: int) -> bool:
+        counted.append(nbytes)
+        entered.set()
+        return go_on.wait(timeout=30)
+
+    pages = PagesAhead(torch.empty(SIZE, dtype=torch.uint8), touch)
+    pages.reach(64 * MIB, 0)
+    assert entered.wait(timeout=30)
+    del pages
+    gc.collect()
+    go_on.set()
+    finish()
+    assert counted == [CHUNK_BYTES]
+
+
+def test_touching_keeps_content_and_brings_pages() -> None:
+    device = CpuDevice()
+    arena = Arena(device, 32 * MIB, "test")
+    arena.map()
+    device.fill(arena.address, MIB, 7)
+    before = arena.resident_bytes()
+    assert device.touch(arena.address, 32 * MIB)
+    assert before < arena.resident_bytes() == 32 * MIB
+    assert bytes(device.host_view(arena.address, MIB)) == bytes([7]) * MIB
+
+
+def test_a_release_while_pages_are_touched_leaves_none() -> None:
+    device = CpuDevice()
+    arena = Arena(device, 64 * MIB, "test")
+    arena.map()
+    kv = tensor_in(arena, arena.allocate(64 * MIB), (64 * MIB,), torch.uint8)
+    pages = PagesAhead(kv, device.touch)
+    pages.reach(32 * MIB, 0)
+    arena.unmap()
+    finish()
+    assert arena.resident_bytes() == 0
+
+
+@pytest.mark.parametrize("name", ["madvise", "mprotect"])
+def test_a_touch_in_the_middle_of_a_release_brings_nothing_back(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = CpuDevice()
+    arena = Arena(device, MIB, "test")
+    arena.map()
+    libc = device._libc
+    original = getattr(libc, name)
+    touched = []
+
+    def call_and_touch(address: int, nbytes: int, how: int) -> int:
+        result: int = original(address, nbytes, how)
+        if not touched:
+            touched.append(True)
+            device.touch(arena.address, MIB)
+        return result
+
+    monkeypatch.setattr(libc, name, call_and_touch)
+    arena.unmap()
+    assert touched
+    assert arena.resident_bytes() == 0
