@@ -257,12 +257,12 @@ class Door:
     def _write_one(self, update: _Update, name: str, value: torch.Tensor) -> str:
         if self._context.slices.ignores(name):
             return ""
-        entry, rows = find(self._context, name, value)
+        entry, copies = find(self._context, name, value)
         update.touch(entry)
-        put(rows, value)
+        put(copies)
         entry.covered.add(name)
         update.updated += 1
-        update.updated_bytes += rows.numel() * rows.element_size()
+        update.updated_bytes += sum(rows.numel() * rows.element_size() for rows, _ in copies)
         return self._context.slices[name].parameter
 
     def _accept(self, entry: Entry) -> bool:

@@ -82,5 +82,5 @@ def _extents(context: Context, entry: Entry, source: WeightSource) -> list[FileE
         extent = source.extent(part.name)
         if extent is None or extent.dtype != entry.dtype:
             return []
-        extents.append(extent)
+        extents += part.extents(extent)
     return extents if sum(extent.nbytes for extent in extents) == entry.nbytes else []

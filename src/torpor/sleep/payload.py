@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 Payload = WeightSource | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
+Copies = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+"""Parts of owned tensors, and the values that go there."""
 
 PIECE_ELEMENTS = 32_000
 """Just under ``at::internal::GRAIN_SIZE`` (32,768 elements), below which torch uses one thread."""
@@ -68,8 +70,8 @@ def checked_pair(item: Any) -> tuple[str, torch.Tensor]:
     return item
 
 
-def find(context: Context, name: str, value: torch.Tensor) -> tuple[Entry, torch.Tensor]:
-    """The owned tensor that a checkpoint name fills, and the rows of it that are meant.
+def find(context: Context, name: str, value: torch.Tensor) -> tuple[Entry, Copies]:
+    """The owned tensor that a checkpoint name fills, and what goes where in it.
 
     Raises:
         WeightsMismatchError: the name, shape or dtype does not fit.
@@ -90,17 +92,21 @@ def find(context: Context, name: str, value: torch.Tensor) -> tuple[Entry, torch
     if not entry.arena.is_mapped:
         raise AsleepError(f"{part.parameter!r} is asleep; wake_up([{entry.tag!r}]) first")
     rows = part.rows_of(target)
-    _check_fits(name, value, rows, check_nan=context.check_nan)
-    return entry, rows
+    _check_fits(name, value, rows, part.whole_shape(rows))
+    copies = tuple(part.copies(rows, value))
+    if context.check_nan and value.is_floating_point():
+        _refuse_nan(name, copies)
+    return entry, copies
 
 
-def put(rows: torch.Tensor, value: torch.Tensor) -> None:
-    """Write a value that fits."""
-    with torch.inference_mode() if rows.is_inference() else torch.no_grad():
-        in_pieces = all(t.device.type == "cpu" and t.is_contiguous() for t in (rows, value))
-        targets, pieces = (_pieces(rows), _pieces(value)) if in_pieces else ((rows,), (value,))
-        for target, piece in zip(targets, pieces, strict=True):
-            target.copy_(piece)
+def put(copies: Copies) -> None:
+    """Write values that fit."""
+    for rows, value in copies:
+        with torch.inference_mode() if rows.is_inference() else torch.no_grad():
+            in_pieces = all(t.device.type == "cpu" and t.is_contiguous() for t in (rows, value))
+            targets, pieces = (_pieces(rows), _pieces(value)) if in_pieces else ((rows,), (value,))
+            for target, piece in zip(targets, pieces, strict=True):
+                target.copy_(piece)
 
 
 def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -120,10 +126,12 @@ def _in_slot(entry: Entry, tensor: torch.Tensor) -> bool:
     return storage is not None and storage.data_ptr() == entry.address
 
 
-def _check_fits(name: str, value: torch.Tensor, target: torch.Tensor, *, check_nan: bool) -> None:
-    if value.shape != target.shape:
+def _check_fits(
+    name: str, value: torch.Tensor, target: torch.Tensor, shape: tuple[int, ...]
+) -> None:
+    if tuple(value.shape) != shape:
         raise WeightsMismatchError(
-            f"{name!r} has shape {tuple(value.shape)}; the model needs {tuple(target.shape)}"
+            f"{name!r} has shape {tuple(value.shape)}; the model needs {shape}"
         )
     both_float = value.is_floating_point() and target.is_floating_point()
     if value.dtype != target.dtype and not both_float:
@@ -134,7 +142,10 @@ def _check_fits(name: str, value: torch.Tensor, target: torch.Tensor, *, check_n
     if value.is_meta or value.layout != torch.strided:
         what = "on the meta device and has no values" if value.is_meta else f"{value.layout}"
         raise WeightsMismatchError(f"{name!r} is {what}; send a plain tensor")
-    if check_nan and value.is_floating_point() and _has_nan(value):
+
+
+def _refuse_nan(name: str, copies: Copies) -> None:
+    if any(_has_nan(value) for _, value in copies):
         raise WeightsError(
             f"{name!r} contains NaN; check the training step or file it comes from, or pass "
             "check_nan=False to load it anyway"

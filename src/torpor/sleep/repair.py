@@ -80,8 +80,8 @@ def _read_again(context: Context, damaged: list[Entry]) -> list[TorporError]:
     ]
     try:
         for name, value in wanted_pairs(context.reload, names):
-            _entry, rows = find(context, name, value)
-            put(rows, value)
+            _entry, copies = find(context, name, value)
+            put(copies)
     except TorporError as error:
         return [error]
     return []

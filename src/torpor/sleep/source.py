@@ -1,17 +1,19 @@
 """Where official content comes from: weight sources, the files behind them, and the slice table.
 
 A *source* yields (checkpoint name, tensor) pairs. The *slice table* says which rows of which owned
-tensor each checkpoint name fills; the same table serves load, reload, update, digests and coverage.
+tensor each checkpoint name fills, and how ranks divide it; the same table serves load, reload,
+update, digests and coverage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torpor.errors import WeightsMismatchError
+from torpor.sleep.shards import REPLICATED, Shard, ShardRule, TensorParallel
 
 if TYPE_CHECKING:
     import torch
@@ -61,11 +63,38 @@ class WeightSlice:
     """First row along dim 0."""
     length: int | None = None
     """Number of rows along dim 0; None means the whole tensor."""
+    rule: ShardRule = REPLICATED
+    """How ranks divide the checkpoint's tensor."""
+    shard: Shard | None = None
+    """The part of it that fills the rows here; None for all of it."""
 
     def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The rows of the owned tensor that this slice speaks of, detached."""
         whole = tensor.detach()
         return whole if self.length is None else whole[self.start : self.start + self.length]
+
+    def whole_shape(self, rows: torch.Tensor) -> tuple[int, ...]:
+        """Shape of the checkpoint's tensor, from the rows it fills."""
+        return tuple(rows.shape) if self.shard is None else self.shard.whole_shape(rows)
+
+    def copies(
+        self, rows: torch.Tensor, value: torch.Tensor
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """What goes where when the checkpoint's tensor fills its rows: targets, and views of it."""
+        return ((rows, value),) if self.shard is None else self.shard.copies(rows, value)
+
+    def extents(self, whole: FileExtent) -> list[FileExtent]:
+        """Where the rows' bytes lie in the file that holds the checkpoint's tensor, in order; empty
+        where they do not lie there as they are."""
+        return [whole] if self.shard is None else self.shard.extents(whole)
+
+    def portable(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        """What a portable digest is taken of, and its name: the checkpoint's, with the index of the
+        part where only a part is here."""
+        rows = self.rows_of(tensor)
+        if self.shard is None:
+            return self.name, rows
+        return self.name + self.shard.label, self.shard.without_padding(rows)
 
 
 class SliceTable:
@@ -113,6 +142,28 @@ class SliceTable:
 
     def __iter__(self) -> Iterator[WeightSlice]:
         return iter(self._by_name.values())
+
+    def for_rank(self, tp: TensorParallel) -> SliceTable:
+        """The table of one rank, from the one of the whole model.
+
+        Raises:
+            ArgumentError: the ranks do not divide a tensor.
+        """
+        if tp.size == 1:
+            return self
+        slices, ignored = [], set(self._ignored)
+        reached: dict[str, int] = {}
+        for entry in self:
+            if entry.rule.first_rank_only and tp.rank:
+                ignored.add(entry.name)
+                continue
+            shard, start, length = entry.rule.shard(tp), 0, entry.length
+            if length is not None:
+                start = reached.get(entry.parameter, 0)
+                length = length if shard is None or shard.dim else shard.length
+                reached[entry.parameter] = start + length
+            slices.append(replace(entry, start=start, length=length, shard=shard))
+        return SliceTable(slices, ignored, self._ignored_prefixes)
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint may hold the name and it is dropped."""

@@ -97,7 +97,11 @@ def local_digests(context: Context) -> dict[str, str]:
 
 
 def portable_digests(context: Context) -> dict[str, str]:
-    """Portable digests by checkpoint name, and by owned name for what no checkpoint holds."""
+    """Portable digests by checkpoint name, and by owned name for what no checkpoint holds.
+
+    A rank that holds a part of a tensor answers for that part, under the name with its index, such
+    as ``o_proj.weight[:, 8:16]``.
+    """
     digests: dict[str, str] = {}
     by_parameter = context.slices.by_parameter()
     for entry in context.ledger:
@@ -109,7 +113,8 @@ def portable_digests(context: Context) -> dict[str, str]:
                 continue
             parts = by_parameter.get(alias, ())
             for part in parts:
-                digests[part.name] = portable_tensor_digest(part.rows_of(tensor))
+                name, rows = part.portable(tensor)
+                digests[name] = portable_tensor_digest(rows)
             if not parts:
                 digests[alias] = portable_tensor_digest(tensor)
     return digests

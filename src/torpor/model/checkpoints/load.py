@@ -7,32 +7,40 @@ import torch
 from torpor.model.checkpoints.files import ModelFiles
 from torpor.model.config.config import ModelConfig
 from torpor.model.layers.decoder import DecoderForCausalLM
+from torpor.sleep.shards import ALONE, TensorParallel
 
 
-def build_model(files: ModelFiles, dtype: torch.dtype) -> DecoderForCausalLM:
+def build_model(
+    files: ModelFiles, dtype: torch.dtype, tp: TensorParallel = ALONE
+) -> DecoderForCausalLM:
     """Build a model with parameters on meta and buffers computed for real.
 
     Args:
         files: a resolved model.
         dtype: dtype of all parameters.
+        tp: the rank whose part of the model to build.
 
     Returns:
         The module; its `slice_table` says which checkpoint name fills which parameter rows.
+
+    Raises:
+        ConfigError: the ranks do not divide a size.
     """
-    return new_model(files.config, dtype)
+    return new_model(files.config, dtype, tp)
 
 
-def new_model(config: ModelConfig, dtype: torch.dtype) -> DecoderForCausalLM:
+def new_model(
+    config: ModelConfig, dtype: torch.dtype, tp: TensorParallel = ALONE
+) -> DecoderForCausalLM:
     """As `build_model`, from a config alone."""
-    return DecoderForCausalLM(config, dtype)
+    return DecoderForCausalLM(config, dtype, tp)
 
 
 def checkpoint_shapes(model: DecoderForCausalLM) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor a checkpoint of this model must hold, in layer order."""
+    """Name and shape of every tensor a checkpoint of this model must hold, in layer order; of one
+    rank those that it takes a part of."""
     parameters = dict(model.named_parameters())
-    shapes = {}
-    for entry in model.slice_table():
-        whole = parameters[entry.parameter].shape
-        rows = whole[0] if entry.length is None else entry.length
-        shapes[entry.name] = (rows, *whole[1:])
-    return shapes
+    return {
+        entry.name: entry.whole_shape(entry.rows_of(parameters[entry.parameter]))
+        for entry in model.slice_table()
+    }

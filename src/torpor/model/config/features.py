@@ -65,6 +65,9 @@ class Features:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    row_parallel_bias: bool = True
+    """Whether ``o_proj`` and ``down_proj`` have the biases that the model has. Of several ranks,
+    whose products are summed, the first has them."""
     qk_norm: bool = False
     """Whether each head's queries and keys are normed before they are rotated."""
     k_norm: bool = False

@@ -52,7 +52,8 @@ class Attention(OpsModule):
         self.sink_attn: StaticSinkAttention | None = None
         if features.sinks is not None:
             self._add_sinks(features.sinks, dtype)
-        self.o_proj = Linear(heads * v_dim, hidden_size, bias=features.o_bias, dtype=dtype)
+        o_bias = features.o_bias and features.row_parallel_bias
+        self.o_proj = Linear(heads * v_dim, hidden_size, bias=o_bias, dtype=dtype)
 
     def _add_sinks(self, sinks: SinkConfig, dtype: torch.dtype) -> None:
         spec = self.spec

@@ -12,6 +12,7 @@ from torch import nn
 
 from torpor.model.attention.interface import AttentionContext, AttentionSpec
 from torpor.model.config.config import ModelConfig
+from torpor.model.config.shard import shard_config
 from torpor.model.layers.attention import Attention
 from torpor.model.layers.derived import Derived
 from torpor.model.layers.latent import LatentAttention
@@ -28,6 +29,7 @@ from torpor.model.layers.moe import SparseMoE
 from torpor.model.layers.ops import OpsModule
 from torpor.model.layers.sinks import StaticSinkAttention
 from torpor.model.layers.slices import slice_table
+from torpor.sleep.shards import ALONE, TensorParallel
 from torpor.sleep.source import SliceTable
 
 
@@ -57,7 +59,13 @@ class DecoderLayer(nn.Module):
         if features.moe is not None and layer in features.moe.layers:
             self.mlp = SparseMoE(width, features.moe, dtype)
         else:
-            self.mlp = MLP(width, config.intermediate_size, bias=features.mlp_bias, dtype=dtype)
+            self.mlp = MLP(
+                width,
+                config.intermediate_size,
+                bias=features.mlp_bias,
+                dtype=dtype,
+                down_bias=features.mlp_bias and features.row_parallel_bias,
+            )
 
     def forward(
         self,
@@ -143,15 +151,21 @@ class Decoder(OpsModule):
 class DecoderForCausalLM(nn.Module):
     """A decoder with its language-model head; parameters on meta, buffers real."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, tp: TensorParallel = ALONE) -> None:
         """Build the modules; no weight has memory yet.
 
         Args:
-            config: the sizes and features.
+            config: the sizes and features of the whole model.
             dtype: dtype of all parameters.
+            tp: the rank whose part of the modules this is. The parts of several ranks hold what
+                belongs to each; nothing here exchanges results between them.
+
+        Raises:
+            ConfigError: the ranks do not divide a size.
         """
         super().__init__()
-        self.config = config
+        self.config, self.tp = config, tp
+        config = shard_config(config, tp)
         self.model = Decoder(config, dtype)
         if config.tie_word_embeddings:
             head_weight = self.model.embed_tokens.weight
@@ -197,8 +211,9 @@ class DecoderForCausalLM(nn.Module):
         return tuple(sinks for sinks in found if sinks is not None)
 
     def slice_table(self) -> SliceTable:
-        """Every Hugging Face checkpoint name and the parameter rows it fills, in layer order."""
-        return slice_table(self.config)
+        """Every Hugging Face checkpoint name and the parameter rows it fills, in layer order, by
+        its shard rule where there are several ranks."""
+        return slice_table(self.config).for_rank(self.tp)
 
     def derived(self) -> Iterator[Derived]:
         """What the layers compute from weights, in layer order."""
