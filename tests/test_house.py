@@ -45,7 +45,7 @@ ROOM_PACKAGES = {
 }
 """Packages that a room may import while it is itself imported."""
 
-ROOM_PACKAGES_LATER = {"model": {"gguf"}, "engine": {"llguidance", "tqdm"}}
+ROOM_PACKAGES_LATER = {"model": {"gguf"}, "engine": {"llguidance", "sentencepiece", "tqdm"}}
 """Packages that a room may import only inside a function."""
 
 PUBLIC = [

@@ -672,3 +672,86 @@ def test_an_abort_of_no_id_is_refused(tiny_folder: Path, name: Any) -> None:
         await engine.check_health()
 
     run(tiny_folder, body)
+
+
+def test_an_abort_reaches_a_request_that_is_not_taken_in_yet(tiny_folder: Path) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        # With the turn in this thread, the other one takes nothing in.
+        with engine.engine.turns.take():
+            task = asyncio.create_task(last(engine, PROMPTS[0], request_id="mine"))
+            while not engine._thread._inbox:
+                await asyncio.sleep(0)
+            engine._thread.abort(["mine"])
+        output = await task
+        assert output.outputs[0].finish_reason == "abort"
+        assert tokens(output) == ()
+        assert engine.get_num_unfinished_requests() == 0
+
+    run(tiny_folder, body)
+
+
+def test_an_abort_reaches_a_request_that_is_being_prepared(
+    tiny_folder: Path, expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(engine: AsyncLLM) -> None:
+        begun, go_on = threading.Barrier(3), threading.Event()
+        prepare = engine._prepare
+
+        def slow(*arguments: Any, **options: Any) -> Any:
+            begun.wait()
+            go_on.wait()
+            return prepare(*arguments, **options)
+
+        monkeypatch.setattr(engine, "_prepare", slow)
+        mine = asyncio.create_task(last(engine, PROMPTS[0], request_id="mine"))
+        other = asyncio.create_task(last(engine, PROMPTS[1]))
+        await asyncio.to_thread(begun.wait)
+        await engine.abort("mine")
+        go_on.set()
+        output = await mine
+        assert output.outputs[0].finish_reason == "abort"
+        assert tokens(output) == ()
+        assert tokens(await other) == expected[1]
+        monkeypatch.undo()
+        assert tokens(await last(engine, PROMPTS[0], request_id="mine")) == expected[0]
+
+    run(tiny_folder, body)
+
+
+def test_shutting_down_while_a_request_is_prepared_refuses_it(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        engine = AsyncLLM(tiny_folder)
+        begun, go_on = threading.Barrier(2), threading.Event()
+        prepare = engine._prepare
+
+        def slow(*arguments: Any, **options: Any) -> Any:
+            request = prepare(*arguments, **options)
+            begun.wait()
+            go_on.wait()
+            return request
+
+        monkeypatch.setattr(engine, "_prepare", slow)
+        task = asyncio.create_task(last(engine, PROMPTS[0]))
+        await asyncio.to_thread(begun.wait)
+        engine.shutdown()
+        go_on.set()
+        with pytest.raises(StateError, match="shut down"):
+            await asyncio.wait_for(task, 60)
+
+    asyncio.run(main())
+
+
+def test_shutting_down_ends_every_thread_of_its_own(tiny_folder: Path) -> None:
+    before = set(threading.enumerate())
+
+    async def main() -> None:
+        engine = AsyncLLM(tiny_folder, on_asleep="wake")
+        await engine.sleep(1)
+        await last(engine, PROMPTS[0])
+        engine.shutdown()
+        left = set(threading.enumerate()) - before
+        assert [thread.name for thread in left if thread.name.startswith("torpor")] == []
+
+    asyncio.run(main())

@@ -283,6 +283,26 @@ def test_a_pattern_that_no_text_meets_is_refused(tiny: tuple[Tokenizer, GrammarC
         compiler.compile(StructuredOutputsParams(regex=r"[^\s\S]"))
 
 
+@pytest.mark.parametrize("name", ["regex", "whitespace_pattern"])
+def test_a_pattern_of_endless_length_is_refused_in_few_words(name: str) -> None:
+    pattern = "ab" * 500_000
+    given: dict[str, Any] = {name: pattern} if name == "regex" else {"json": "{}", name: pattern}
+    with pytest.raises(RequestError, match=rf"{name} is 'abab.*1000000 characters; give at most"):
+        StructuredOutputsParams(**given)
+    given[name] = pattern[:100_000]
+    StructuredOutputsParams(**given)
+
+
+def test_a_grammar_that_outgrows_the_library_says_so_in_plain_words(
+    tiny: tuple[Tokenizer, GrammarCompiler],
+) -> None:
+    tokenizer, compiler = tiny
+    params = StructuredOutputsParams(grammar=f'root ::= "{"a" * 700_000}"')
+    with pytest.raises(RequestError, match=r"too large or too branched.*give a shorter") as caught:
+        compiler.compile(params).accept(tokenizer.encode("a", add_special_tokens=False)[0])
+    assert len(str(caught.value)) < 200
+
+
 def test_without_the_package_the_error_says_how_to_install_it(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ from torpor.errors import (
     ForeignWriteError,
     GenerationError,
     ModelNotFoundError,
+    OutOfMemoryError,
     PromptTooLongError,
     RequestError,
     StateError,
@@ -728,6 +729,36 @@ def test_an_impossible_argument_is_refused(
         LLM(**{"model": tiny_folder, **arguments})
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"max_num_seqs": 2**31 - 1}, r"max_num_seqs is 2147483647, .* take \d+ bytes"),
+        ({"max_num_batched_tokens": 2**31 - 1}, r"max_num_batched_tokens is 2147483647, .* bytes"),
+        ({"block_size": 2**31 - 1}, r"takes \d+ bytes.*lower max_model_len or block_size"),
+        ({"kv_cache_memory_bytes": 2**50}, r"takes \d+ bytes.*lower kv_cache_memory_bytes"),
+        ({"num_gpu_blocks_override": 2**31 - 1}, r"bytes.*lower num_gpu_blocks_override"),
+    ],
+    ids=str,
+)
+def test_sizes_that_no_memory_holds_are_named(
+    tiny_folder: Path, options: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A machine of 4 GiB, whatever this one has.
+    monkeypatch.setattr("torpor.engine.loading.available_memory_bytes", lambda: 4 << 30)
+    with pytest.raises(OutOfMemoryError, match=told):
+        LLM(tiny_folder, **options)
+
+
+@pytest.mark.parametrize("version", [7, 1.5, b"step", ["step"], True], ids=repr)
+def test_a_version_that_is_no_string_is_refused(llm: LLM, version: Any) -> None:
+    before = answers(llm)
+    with pytest.raises(ArgumentError, match=r"version is .*give a string"):
+        llm.update_weights(tiny_weights(1).items(), version=version)
+    with pytest.raises(ArgumentError, match=r"version is .*give a string"):
+        llm.begin_update(version)
+    assert answers(llm) == before
+
+
 def test_loading_reports_its_progress_once(tiny_folder: Path) -> None:
     told: list[tuple[str, int, int]] = []
     with LLM(tiny_folder, progress=lambda *stage: told.append(stage)) as llm:
@@ -747,7 +778,7 @@ def damaged_copy(tiny_folder: Path, tmp_path: Path) -> Path:
 def test_a_folder_without_tokenizer_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     folder = damaged_copy(tiny_folder, tmp_path)
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json and no tokenizer\.model"):
         LLM(folder)
 
 

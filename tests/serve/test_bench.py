@@ -194,7 +194,7 @@ def test_prompts_that_do_not_fit_are_a_usage_error(torpor: Torpor, tiny_folder: 
 
 def test_a_missing_model_fails(torpor: Torpor) -> None:
     outcome = torpor("bench", "sleep", "-m", "no-such-model", "--json")
-    assert outcome.code == 1
+    assert outcome.code == 2
     assert outcome.json["error"]["type"] == "ModelNotFoundError"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from tests.check.conftest import flip_a_bit
 from tests.serve.conftest import Outcome, Torpor
 
 from torpor.engine.llm import LLM
+from torpor.engine.text.tokenizer import Tokenizer
 
 OPTIONS = ("--max-tokens", 4, "--temperature", 0)
 
@@ -56,6 +58,22 @@ def test_a_message_to_a_sleeper_is_an_error_and_not_remembered(talk: Any) -> Non
     _, error, _, answer = outcome.json_lines
     assert error["error"]["type"] == "AsleepError"
     assert answer["num_prompt_tokens"] == talk("hello").json_lines[0]["num_prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [((), ""), (("--thinking", "on"), "True"), (("--thinking", "auto"), "auto")],
+    ids=str,
+)
+def test_the_template_learns_whether_to_think(
+    torpor: Torpor, tiny_folder: Path, tmp_path: Path, options: tuple[str, ...], words: str
+) -> None:
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ enable_thinking or 'x' }}")
+    outcome = torpor("chat", "-m", folder, *OPTIONS, *options, "--json", stdin=b"hello\n")
+    tokenizer = Tokenizer(folder / "tokenizer.json")
+    (answer,) = outcome.json_lines
+    assert answer["num_prompt_tokens"] == len(tokenizer.encode(words or "x"))
 
 
 def test_reset_forgets(talk: Any) -> None:
@@ -167,8 +185,8 @@ def test_an_interrupt_stops_the_answer_and_not_the_chat(
     stream_chat = LLM.stream_chat
     calls = iter(range(10))
 
-    def interrupted(llm: LLM, *arguments: Any) -> Iterator[str]:
-        steps = stream_chat(llm, *arguments)
+    def interrupted(llm: LLM, *arguments: Any, **options: Any) -> Iterator[str]:
+        steps = stream_chat(llm, *arguments, **options)
         if next(calls) == 0:
             next(steps)
             raise KeyboardInterrupt
@@ -182,7 +200,7 @@ def test_an_interrupt_stops_the_answer_and_not_the_chat(
 
 
 def test_a_program_that_interrupts_ends_it_all(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(llm: LLM, *arguments: Any) -> Iterator[str]:
+    def interrupted(llm: LLM, *arguments: Any, **options: Any) -> Iterator[str]:
         raise KeyboardInterrupt
         yield ""
 

@@ -124,9 +124,9 @@ def test_impossible_options_are_usage_errors(torpor: Torpor, arguments: tuple[ob
     assert outcome.err.count("\n") == 1
 
 
-def test_a_missing_model_is_one_line_and_exit_code_one(torpor: Torpor, tmp_path: Path) -> None:
+def test_a_missing_model_is_one_line_and_a_usage_error(torpor: Torpor, tmp_path: Path) -> None:
     outcome = torpor("demo", "--model", tmp_path / "none")
-    assert outcome.code == 1
+    assert outcome.code == 2
     assert outcome.out == ""
     assert "does not exist" in outcome.err
     assert outcome.err.count("\n") == 1

@@ -190,7 +190,7 @@ def test_a_mismatch_is_exit_code_three(
     assert "DIFFERENT" in outcome.out
 
 
-def test_a_missing_model_is_exit_code_one(torpor: Torpor, tmp_path: Path) -> None:
+def test_a_missing_model_is_exit_code_two(torpor: Torpor, tmp_path: Path) -> None:
     outcome = torpor("doctor", tmp_path / "none", "--json")
-    assert outcome.code == 1
+    assert outcome.code == 2
     assert outcome.json["error"]["type"] == "ModelNotFoundError"

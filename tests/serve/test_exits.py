@@ -41,7 +41,7 @@ def raising(error: BaseException) -> Callable[[], int]:
         (ArgumentError("x"), 2),
         (PromptTooLongError("x"), 2),
         (ConfigError("x"), 1),
-        (ModelNotFoundError("x"), 1),
+        (ModelNotFoundError("x"), 2),
         (AsleepError("x"), 1),
         (HostFullError("x"), 1),
         (TorporError("x"), 1),
@@ -75,7 +75,7 @@ def test_markup_in_an_error_is_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_with_json_an_error_is_an_object(capsys: pytest.CaptureFixture[str]) -> None:
-    assert end(Terminal(json_wanted=True), raising(ModelNotFoundError("no such model"))) == 1
+    assert end(Terminal(json_wanted=True), raising(ModelNotFoundError("no such model"))) == 2
     out, err = capsys.readouterr()
     assert json.loads(out) == {"error": {"type": "ModelNotFoundError", "message": "no such model"}}
     assert err == ""

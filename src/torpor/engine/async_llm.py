@@ -16,7 +16,7 @@ from torpor.engine.engine import Engine
 from torpor.engine.options import check_on_asleep, check_timeout
 from torpor.engine.requests.prompts import params_for
 from torpor.engine.step_thread import StepThread
-from torpor.engine.subscription import Subscription
+from torpor.engine.subscription import Coming, Subscription
 from torpor.errors import ArgumentError, AsleepError, StateError
 from torpor.params.checks import shown
 
@@ -73,8 +73,9 @@ class AsyncLLM:
         self._timeout_s = check_timeout("asleep_timeout_s", asleep_timeout_s)
         self._engine = Engine(engine_args(model, options))
         # Requests that want a wake wait here one behind the other, whatever loop they are of, and
-        # not in the loop's pool, which others need. Its one thread ends with this object.
+        # not in the loop's pool, which others need.
         self._waker = ThreadPoolExecutor(1, thread_name_prefix="torpor-waker")
+        self._coming: list[Coming] = []
         self._thread = StepThread(self._engine)
         self._thread.start()
 
@@ -112,19 +113,26 @@ class AsyncLLM:
         """
         self._require_alive()
         number = self._engine.next_number()
-        request = await asyncio.to_thread(
-            self._prepare,
-            prompt,
-            sampling_params,
-            request_id=request_id,
-            number=number,
-            priority=priority,
-            cache_salt=cache_salt,
-        )
-        await self._answer_sleep()
-        loop = asyncio.get_running_loop()
-        subscription = Subscription(request, loop, is_named=request_id is not None)
-        self._thread.submit(subscription)
+        coming = Coming(request_id)
+        self._coming.append(coming)
+        try:
+            request = await asyncio.to_thread(
+                self._prepare,
+                prompt,
+                sampling_params,
+                request_id=request_id,
+                number=number,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+            await self._answer_sleep()
+            # A shutdown meanwhile would leave nobody to take it in.
+            self._require_alive()
+            loop = asyncio.get_running_loop()
+            subscription = Subscription(request, loop, coming)
+            self._thread.submit(subscription)
+        finally:
+            self._coming.remove(coming)
         try:
             while not subscription.ended:
                 yield await self._next(subscription)
@@ -132,13 +140,16 @@ class AsyncLLM:
             self._thread.cancel(subscription)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests, with finish reason "abort"; unknown ids are passed over.
+        """End requests, with finish reason "abort", whether they run, wait or are still being
+        prepared; unknown ids are passed over.
 
         Raises:
             ArgumentError: neither an id nor several; nothing is aborted.
         """
         names = _names(request_id)
-        await self._in_turn(lambda: self._engine.core.abort(names))
+        for coming in tuple(self._coming):
+            coming.is_aborted |= coming.request_id in names
+        await self._in_turn(lambda: self._thread.abort(names))
 
     async def sleep(
         self, level: int | str = 1, tags: Sequence[str] | None = None, mode: str = "abort"
@@ -229,6 +240,8 @@ class AsyncLLM:
         """Abort everything, end the thread and give the memory back; repeating it is fine."""
         self._thread.stop()
         self._engine.close()
+        # Whoever waits there finds the engine closed and does nothing.
+        self._waker.shutdown()
 
     async def __aenter__(self) -> Self:
         return self

@@ -126,7 +126,9 @@ class SleepControl:
         Args:
             tags: which memory to bring back, None for all.
             reload: whether weights without a host copy are read from the checkpoint again; None
-                does so only while the checkpoint is where the present weights came from.
+                does so only if no tags are named, and while the checkpoint is where the present
+                weights came from. Weights that are not read are yours to fill, with
+                ``reload_weights()`` or an update of all of them; until then no step runs.
 
         Raises:
             ArgumentError: unknown tag; nothing has changed.
@@ -170,6 +172,7 @@ class SleepControl:
             version: a name for the new weights, told in every output computed with them.
 
         Raises:
+            ArgumentError: the version is no string, or the source holds no pairs.
             WeightsError: a name, shape or dtype does not fit, or a value is NaN; the old weights
                 are back, or the error names what is invalid.
         """
@@ -181,6 +184,7 @@ class SleepControl:
         """Open an update for ``load_weights``; needed only to name it, or after one failed.
 
         Raises:
+            ArgumentError: the version is no string.
             StateError: one is open already, or the weights are asleep.
         """
         with self.turns.take():
@@ -201,7 +205,8 @@ class SleepControl:
     def load_weights(self, pairs: Pairs) -> set[str]:
         """Write some pairs, beginning an update if none is open.
 
-        It stays open until ``finish_update``, ``reset_prefix_cache`` or the next step.
+        It stays open until ``finish_update``, ``reset_prefix_cache``, a sleep or the next step,
+        each of which finishes it.
 
         Returns:
             The names of the parameters written.

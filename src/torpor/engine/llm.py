@@ -84,6 +84,7 @@ class LLM(Engine):
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer conversations, through the model's chat template.
@@ -94,6 +95,8 @@ class LLM(Engine):
             sampling_params: as for ``generate``, per conversation.
             chat_template: Jinja source to use instead of the model's own.
             add_generation_prompt: end the prompt with the header of the assistant's turn.
+            chat_template_kwargs: what else the template reads, such as ``enable_thinking``; see
+                ``Tokenizer.apply_chat_template``.
             use_tqdm: draw a progress bar, if standard error is a terminal.
 
         Returns, raises:
@@ -102,7 +105,10 @@ class LLM(Engine):
         self._require_open()
         read = [
             self._read_chat(
-                conversation, chat_template, add_generation_prompt=add_generation_prompt
+                conversation,
+                chat_template,
+                chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt,
             )
             for conversation in _conversations(messages)
         ]
@@ -130,10 +136,13 @@ class LLM(Engine):
         sampling_params: SamplingParams | None = None,
         *,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Stream:
         """Answer one conversation and hand out the text as it comes; else as ``stream``."""
         self._require_open()
-        read = self._read_chat(messages, chat_template, add_generation_prompt=True)
+        read = self._read_chat(
+            messages, chat_template, chat_template_kwargs, add_generation_prompt=True
+        )
         return self._stream([read], sampling_params)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -207,12 +216,16 @@ class LLM(Engine):
         self,
         messages: Sequence[Mapping[str, Any]],
         template: str | None,
+        template_kwargs: Mapping[str, Any] | None,
         *,
         add_generation_prompt: bool,
     ) -> Prompt:
         text_or_none("chat_template", template)
         text = self.tokenizer.apply_chat_template(
-            messages, chat_template=template, add_generation_prompt=add_generation_prompt
+            messages,
+            chat_template=template,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=template_kwargs,
         )
         return self.reader.read_chat(text, "the conversation")
 

@@ -36,10 +36,12 @@ from torpor.model.checkpoints.resolve import resolve_model
 from torpor.model.layers.ops import use_ops
 from torpor.sleep.building import building
 from torpor.sleep.classes import OwnershipClass
+from torpor.sleep.procfs import available_memory_bytes
 from torpor.sleep.sleeper import Sleeper
 
 if TYPE_CHECKING:
     from torpor.model.checkpoints.files import ModelFiles
+    from torpor.model.config.config import ModelConfig
     from torpor.model.layers.decoder import DecoderForCausalLM
 
 
@@ -77,6 +79,7 @@ def load_parts(args: EngineArgs, *, ready: Callable[[], None]) -> Parts:
     files = resolve_model(args.model, progress=args.progress, weights=not dummy)
     config = files.config
     length = resolve_max_model_len(args.max_model_len, config.max_position_embeddings)
+    _require_room(args, length)
     tokenizer = _tokenizer(files)
     with building() as records:
         module = build_model(files, dtype)
@@ -117,8 +120,7 @@ def load_parts(args: EngineArgs, *, ready: Callable[[], None]) -> Parts:
     except BaseException:
         sleeper.close(discard=True)
         raise
-    own_eos = tokenizer.eos_token_id
-    eos = frozenset(config.eos_token_ids) | ({own_eos} if own_eos is not None else set())
+    eos = _end_tokens(config, tokenizer)
     return Parts(
         sleeper=sleeper,
         core=core,
@@ -191,6 +193,17 @@ def _core(
     return EngineCore(Scheduler(limits, cache), runner, sleeper, ready=ready, pages=pages), cache
 
 
+def _require_room(args: EngineArgs, max_model_len: int) -> None:
+    """Refuse sizes that no memory holds, before anything is loaded."""
+    limits = _limits(args)
+    InputBuffers.require_room(
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_blocks=-(-max_model_len // args.block_size),
+        available=available_memory_bytes(),
+    )
+
+
 def _limits(args: EngineArgs) -> SchedulerConfig:
     tokens = args.max_num_batched_tokens
     if tokens is None:
@@ -202,9 +215,22 @@ def _limits(args: EngineArgs) -> SchedulerConfig:
     )
 
 
+def _end_tokens(config: ModelConfig, tokenizer: Tokenizer) -> frozenset[int]:
+    """Those of the config, and the tokenizer's own."""
+    own = tokenizer.eos_token_id
+    return frozenset(config.eos_token_ids) | ({own} if own is not None else set())
+
+
 def _tokenizer(files: ModelFiles) -> Tokenizer:
-    if files.tokenizer_json is None:
+    path = files.tokenizer_json or files.tokenizer_model
+    if path is None:
         raise CheckpointError(
-            f"{files.folder} has no tokenizer.json; add the file of the model's tokenizer"
+            f"{files.folder} has no tokenizer.json and no tokenizer.model; add the file of the "
+            "model's tokenizer"
         )
-    return Tokenizer(files.tokenizer_json, files.tokenizer_config_json, files.chat_template)
+    return Tokenizer(
+        path,
+        files.tokenizer_config_json,
+        files.chat_template,
+        architecture=files.config.architecture,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torpor.engine.standstill import Standstill
@@ -55,6 +56,11 @@ class StepThread:
         """Have a request taken in before the next step. Never waits."""
         self._inbox.append(subscription)
         self._engine.turns.tell()
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests as aborted, those that wait to be taken in too; with the turn."""
+        self._take_in()
+        self._engine.core.abort(request_ids)
 
     def cancel(self, subscription: Subscription) -> None:
         """The reader is gone: abort the request if it is not finished. Never waits."""
@@ -112,11 +118,13 @@ class StepThread:
         while self._inbox:
             subscription = self._inbox.popleft()
             request = subscription.request
-            if not subscription.is_named:
+            if subscription.coming.request_id is None:
                 request.request_id = self._free_name(request.request_id)
             self._subscriptions[request.number] = subscription
             try:
                 self._engine.submit(request)
+                if subscription.coming.is_aborted:
+                    self._engine.core.finish(request, "abort", None)
             except Exception as error:
                 del self._subscriptions[request.number]
                 subscription.put(error if isinstance(error, TorporError) else step_error(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torpor.engine.requests.answers import Teller
@@ -15,6 +16,16 @@ if TYPE_CHECKING:
     from torpor.engine.requests.request import Request
 
 
+@dataclass(slots=True, eq=False)
+class Coming:
+    """A request from its call until it is taken in: nobody else knows of it so early."""
+
+    request_id: str | None
+    """As the caller chose it; None to have one found that is not in use."""
+    is_aborted: bool = False
+    """Whether somebody aborted it meanwhile; it then ends as soon as it is taken in."""
+
+
 class Subscription:
     """Filled from the step thread, read in the event loop.
 
@@ -22,18 +33,16 @@ class Subscription:
     other, those that tell only what is new are kept one by one.
     """
 
-    def __init__(
-        self, request: Request, loop: asyncio.AbstractEventLoop, *, is_named: bool = True
-    ) -> None:
+    def __init__(self, request: Request, loop: asyncio.AbstractEventLoop, coming: Coming) -> None:
         """Wait for a request's outputs, of the kind that its parameters ask for.
 
         Args:
             request: not taken in yet.
             loop: where the outputs are read.
-            is_named: whether the caller chose its id; else another is found if that is in use.
+            coming: the id that its caller chose, and whether it is to be aborted.
         """
         self.request = request
-        self.is_named = is_named
+        self.coming = coming
         self.ended = False
         """Whether the last output, or the error, was read."""
         self._loop = loop

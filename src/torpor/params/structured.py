@@ -13,6 +13,10 @@ from torpor.params.checks import flag, refuse_unsupported, shown, text_or_none
 MAX_CHOICES = 1000
 """Grammars of twice as many alternatives are beyond what the matcher takes."""
 
+MAX_PATTERN_LENGTH = 100_000
+"""Characters of a regular expression; the matcher gives up at some times as many, in the middle of
+a text."""
+
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
 _UNSUPPORTED = {
     "disable_additional_properties": "remove it and write additionalProperties in the schema",
@@ -56,6 +60,8 @@ class StructuredOutputsParams:
             object.__setattr__(self, "choice", _choices(self.choice))
         for name in ("regex", "grammar", "whitespace_pattern"):
             text_or_none(f"structured_outputs.{name}", getattr(self, name))
+        for name in ("regex", "whitespace_pattern"):
+            _check_length(name, getattr(self, name))
         if self.json_object is not None:
             flag("structured_outputs.json_object", self.json_object)
         for name in ("disable_any_whitespace", "disable_fallback"):
@@ -79,8 +85,16 @@ class StructuredOutputsParams:
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise RequestError(
                 "structured_outputs has disable_any_whitespace and whitespace_pattern "
-                f"{shown(self.whitespace_pattern)}; remove one"
+                f"{self.whitespace_pattern!r:.80}; remove one"
             )
+
+
+def _check_length(name: str, pattern: str | None) -> None:
+    if pattern is not None and len(pattern) > MAX_PATTERN_LENGTH:
+        raise RequestError(
+            f"structured_outputs.{name} is {pattern[:40]!r}... with {len(pattern)} characters; "
+            f"give at most {MAX_PATTERN_LENGTH}"
+        )
 
 
 def _schema_text(schema: object) -> str | None:

@@ -36,9 +36,12 @@ def chat(
     *,
     model: str,
     system: str | None,
+    thinking: bool | str | None = None,
     threads: int | None,
 ) -> int:
     """Talk until the input ends; the exit code.
+
+    ``thinking`` is what the model's template gets as ``enable_thinking``; None leaves it out.
 
     Raises:
         TorporError: the model cannot be loaded.
@@ -49,20 +52,27 @@ def chat(
         llm = LLM(model, num_threads=threads, progress=bar)
     with llm:
         face: Face = JsonFace(terminal) if terminal.json_wanted else PersonFace(terminal)
-        return Chat(llm, params, face, system=system).run()
+        return Chat(llm, params, face, system=system, thinking=thinking).run()
 
 
 class Chat:
     """One conversation with one model."""
 
     def __init__(
-        self, llm: LLM, params: SamplingParams, face: Face, *, system: str | None = None
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        face: Face,
+        *,
+        system: str | None = None,
+        thinking: bool | str | None = None,
     ) -> None:
         """Begin with nothing said."""
         self._llm = llm
         self._params = params
         self._face = face
         self._system = system
+        self._template_kwargs = None if thinking is None else {"enable_thinking": thinking}
         self._messages: list[dict[str, str]] = []
         self._exit_code = OK
         self._commands: dict[str, Callable[[list[str]], None]] = {
@@ -108,7 +118,9 @@ class Chat:
     def _answer(self, line: str) -> None:
         messages = [*self._messages, {"role": "user", "content": line}]
         start_s = time.perf_counter()
-        steps = self._llm.stream_chat(messages, self._params)
+        steps = self._llm.stream_chat(
+            messages, self._params, chat_template_kwargs=self._template_kwargs
+        )
         output: RequestOutput | None = None
         try:
             while True:

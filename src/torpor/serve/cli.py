@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -52,6 +53,22 @@ TopK = Annotated[int, typer.Option(help="Keep this many of the likeliest tokens;
 Seed = Annotated[
     int | None, typer.Option(help="Seed of sampling; without one, every run draws the same.")
 ]
+
+
+class Thinking(StrEnum):
+    """How a model that can is to think before it answers."""
+
+    ON = "on"
+    OFF = "off"
+    AUTO = "auto"
+
+
+_THINKING: Mapping[Thinking, bool | str] = {
+    Thinking.ON: True,
+    Thinking.OFF: False,
+    Thinking.AUTO: "auto",
+}
+"""By what templates know as ``enable_thinking``."""
 
 
 def _show_version(wanted: bool) -> None:
@@ -146,6 +163,9 @@ def _generate(
 def _chat(
     model: Model = "smollm2",
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    thinking: Annotated[
+        Thinking | None, typer.Option(help="Whether a model that can thinks before it answers.")
+    ] = None,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.2,
     top_p: TopP = 0.9,
@@ -165,7 +185,14 @@ def _chat(
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
         )
-        return chat(terminal, params, model=model, system=system, threads=threads)
+        return chat(
+            terminal,
+            params,
+            model=model,
+            system=system,
+            thinking=None if thinking is None else _THINKING[thinking],
+            threads=threads,
+        )
 
     _finish(json, work)
 

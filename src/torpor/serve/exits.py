@@ -9,7 +9,13 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torpor.errors import ArgumentError, ConfigError, TorporError, VerificationError
+from torpor.errors import (
+    ArgumentError,
+    ConfigError,
+    ModelNotFoundError,
+    TorporError,
+    VerificationError,
+)
 
 if TYPE_CHECKING:
     from torpor.serve.terminal import Terminal
@@ -17,6 +23,7 @@ if TYPE_CHECKING:
 OK = 0
 FAILED = 1
 USAGE = 2
+"""Something on the command line cannot be meant: an option, a value, a model that is not there."""
 MISMATCH = 3
 """Tokens, log probabilities or digests differ from what they were."""
 INTERRUPTED = 130
@@ -31,6 +38,8 @@ def exit_code_for(error: TorporError) -> int:
     """The exit code that tells what kind of error it was."""
     if isinstance(error, VerificationError):
         return MISMATCH
+    if isinstance(error, ModelNotFoundError):
+        return USAGE
     # A model's own config is no fault of the command line.
     if isinstance(error, ArgumentError) and not isinstance(error, ConfigError):
         return USAGE

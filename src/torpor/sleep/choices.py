@@ -27,6 +27,19 @@ def level_from(level: object) -> int:
     return level
 
 
+def version_from(version: object) -> str | None:
+    """The name of an update's weights.
+
+    Raises:
+        ArgumentError: neither a string nor None.
+    """
+    if version is not None and not isinstance(version, str):
+        raise ArgumentError(
+            f"version is {version!r:.80}; give a string that names the weights, or None"
+        )
+    return version
+
+
 def tags_from(tags: Collection[str] | str | None) -> tuple[str, ...]:
     """The tags a call speaks of; None is all. ``graphs`` follows ``kv_cache``.
 

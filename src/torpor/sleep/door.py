@@ -24,6 +24,7 @@ from torpor.errors import (
 )
 from torpor.sleep.adopt import refuse_inference_mode
 from torpor.sleep.books import Page
+from torpor.sleep.choices import version_from
 from torpor.sleep.coverage import gaps
 from torpor.sleep.derive import follow, rebuild_stale
 from torpor.sleep.keeping import distrust, point_at_files, settle_copies
@@ -97,10 +98,12 @@ class Door:
         """Open an update.
 
         Raises:
+            ArgumentError: the version is no string.
             StateError: one is open already.
             AsleepError: the weights are asleep.
             OwnershipError: inference mode is on.
         """
+        version = version_from(version)
         self._undo_interrupted()
         if self._open is not None:
             raise StateError("an update is open already; finish_update() before the next one")
@@ -191,9 +194,10 @@ class Door:
         """A whole update from one source, less the names to skip.
 
         Raises:
-            ArgumentError: the payload holds no pairs.
+            ArgumentError: the payload holds no pairs, or the version is no string.
             WeightsMismatchError, WeightsError, WeightsIncompleteError: see ``write``, ``finish``.
         """
+        version = version_from(version)
         pairs = pairs_of(payload)
         if skip:
             pairs = (pair for pair in pairs if checked_pair(pair)[0] not in skip)

@@ -68,8 +68,7 @@ class PromptReader:
 
     def read_chat(self, text: str, name: str) -> Prompt:
         """Read the text that a chat template made; it holds its special tokens already."""
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return Prompt(text, self._checked(ids, name))
+        return Prompt(text, self._checked(self.tokenizer.encode_chat(text), name))
 
     def check_params(self, params: SamplingParams) -> None:
         """Refuse parameters that this model cannot follow.

@@ -25,6 +25,8 @@ _MAX_KEPT = 32
 """Compiled grammars that are kept for requests to come."""
 _MAX_REASON = 300
 """Characters of the library's own words in an error."""
+_TOO_LARGE = "too many expressions"
+"""What the library says when its tables are full, which shows only as the text goes on."""
 
 
 class Grammar:
@@ -59,8 +61,14 @@ class Grammar:
             RequestError: the token is not allowed, or no token can follow it.
         """
         if not self._matcher.consume_token(token_id):
+            reason = _reason(self._matcher)
+            if _TOO_LARGE in reason:
+                raise RequestError(
+                    "structured_outputs is too large or too branched to be followed any further; "
+                    "give a shorter pattern, schema or grammar"
+                )
             raise RequestError(
-                f"token {token_id} does not fit structured_outputs: {_reason(self._matcher)}; "
+                f"token {token_id} does not fit structured_outputs: {reason}; "
                 "draw from the tokens that mask() allows"
             )
         self._mask_V = self._next_mask()
@@ -158,9 +166,9 @@ class GrammarCompiler:
                 f"{tokenizer.vocab_size}, or leave structured_outputs out"
             )
         size = max(self._vocab_size, tokenizer.vocab_size)
-        text = tokenizer.to_json()
+        form = tokenizer.for_grammar()
         try:
-            adapted: LLTokenizer = self._library.LLTokenizer(text, n_vocab=size, eos_token=eos)
+            adapted: LLTokenizer = self._library.LLTokenizer(form, n_vocab=size, eos_token=eos)
         except ValueError as error:
             raise RequestError(
                 f"structured_outputs cannot be followed with this model's tokenizer: {error}; "

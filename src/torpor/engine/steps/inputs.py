@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from torpor.errors import OutOfMemoryError
 from torpor.model.attention.interface import AttentionBatch
 from torpor.model.machine.scratch import Allocate
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 NULL_BLOCK = 0
 """Fills the tails of block tables: always mapped, never anybody's."""
+
+
+_BUFFERS_PER_TOKEN, _ITEM_BYTES = 3, 8
 
 
 class InputBuffers:
@@ -45,6 +49,33 @@ class InputBuffers:
         self._positions_T = allocate(tokens, torch.int64, "positions")
         self._slots_T = allocate(tokens, torch.int64, "slots")
         self._tables_RB = allocate((max_num_seqs, max_blocks), torch.int64, "block_tables")
+
+    @staticmethod
+    def require_room(
+        *, max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int, available: int
+    ) -> None:
+        """Refuse sizes whose buffers no memory holds, before anything is loaded.
+
+        Args:
+            max_num_seqs, max_num_batched_tokens, max_blocks: as for the buffers.
+            available: bytes that this process can have.
+
+        Raises:
+            OutOfMemoryError: with the argument and the bytes it takes.
+        """
+        tables = max_num_seqs * max_blocks * _ITEM_BYTES
+        if tables > available:
+            raise OutOfMemoryError(
+                f"max_num_seqs is {max_num_seqs}, whose block tables take {tables} bytes, and "
+                f"{available} are available; lower max_num_seqs or max_model_len"
+            )
+        tokens = _BUFFERS_PER_TOKEN * max_num_batched_tokens * _ITEM_BYTES
+        if tables + tokens > available:
+            raise OutOfMemoryError(
+                f"max_num_batched_tokens is {max_num_batched_tokens}, whose buffers take {tokens} "
+                f"bytes, and {available - tables} are available; lower max_num_batched_tokens, or "
+                "max_num_seqs if that sets it"
+            )
 
     def fill(
         self, rows: Sequence[Row], tables: Sequence[Sequence[int]]

@@ -87,14 +87,21 @@ def allocate_kv_cache(
             sources=sinks.sources,
             rebuild=sinks.refill if sinks.sources else None,
         )
-    except OutOfMemoryError:
-        raise
     except ArenaError as error:
         raise OutOfMemoryError(
             f"a KV cache of {num_blocks} blocks takes {num_blocks * block_bytes} bytes, which this "
-            f"process cannot have ({error}); lower kv_cache_memory_bytes or max_model_len"
+            f"process cannot have ({error}); lower {_sized_by(args)}"
         ) from error
     return KVCacheMemory(kv, layout, _specs(attention, args.block_size, dtype))
+
+
+def _sized_by(args: EngineArgs) -> str:
+    """The arguments that the cache's size comes from."""
+    if args.num_gpu_blocks_override is not None:
+        return "num_gpu_blocks_override or block_size"
+    if args.kv_cache_memory_bytes is not None:
+        return "kv_cache_memory_bytes"
+    return "max_model_len or block_size"
 
 
 def resolve_num_blocks(

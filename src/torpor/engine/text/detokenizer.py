@@ -55,9 +55,12 @@ class Detokenizer:
         return self._decode(self._context, len(self._ids))[len(before) :]
 
     def _advance(self, text: str) -> str:
-        # A token without text (a special one) cannot serve as context for the next.
+        # A token without text (a special one) cannot serve as context for the next; nor can one of
+        # spaces, since some tokenizers drop those that a text begins with.
+        if text.strip(" "):
+            self._context = self._shown
         if text:
-            self._context, self._shown = self._shown, len(self._ids)
+            self._shown = len(self._ids)
         return text
 
     def _decode(self, start: int, end: int) -> str:

@@ -35,6 +35,8 @@ class ModelFiles:
     source: SafetensorsSource
     tokenizer_json: Path | None
     """None when the folder has none."""
+    tokenizer_model: Path | None
+    """``tokenizer.model`` of SentencePiece; ``tokenizer.json`` wins over it."""
     tokenizer_config_json: Path | None
     """``tokenizer_config.json``: special tokens and, mostly, the chat template."""
     chat_template: Path | None

@@ -77,6 +77,7 @@ def _files(name: str, source: SafetensorsSource, converted: bool) -> ModelFiles:
         config=load_config(source.folder),
         source=source,
         tokenizer_json=present("tokenizer.json"),
+        tokenizer_model=present("tokenizer.model"),
         tokenizer_config_json=present("tokenizer_config.json"),
         chat_template=present("chat_template.jinja"),
         converted=converted,
