@@ -74,8 +74,8 @@ def test_a_tensor_that_nobody_owns_is_a_finding(
 ) -> None:
     build_model = loading_module.build_model
 
-    def with_stranger(*arguments: Any) -> Any:
-        module = build_model(*arguments)
+    def with_stranger(*arguments: Any, **options: Any) -> Any:
+        module = build_model(*arguments, **options)
         module.model.stranger = torch.ones(100)  # a plain attribute: not registered
         return module
 

@@ -39,6 +39,8 @@ def test_the_defaults_are_these() -> None:
         "model": "m",
         "load_format": "auto",
         "sink_placement": "merged",
+        "kv_cache_dtype": "auto",
+        "calculate_kv_scales": False,
         "dtype": "auto",
         "max_model_len": None,
         "seed": 0,
@@ -176,7 +178,9 @@ def test_none_is_no_number_where_there_is_a_default(name: str) -> None:
         engine_args("m", options)
 
 
-@pytest.mark.parametrize("name", ["enable_prefix_caching", "batch_invariant"])
+@pytest.mark.parametrize(
+    "name", ["enable_prefix_caching", "batch_invariant", "calculate_kv_scales"]
+)
 @pytest.mark.parametrize("value", [1, 0, None, "True"])
 def test_a_flag_is_true_or_false(name: str, value: Any) -> None:
     options: Any = {name: value}
@@ -188,6 +192,7 @@ def test_a_flag_is_true_or_false(name: str, value: Any) -> None:
     ("name", "choices"),
     [
         ("cpu_kernels", ["auto", "native", "torch"]),
+        ("kv_cache_dtype", ["auto", "fp8", "fp8_e4m3"]),
         ("logprobs_mode", ["raw_logprobs", "processed_logprobs"]),
         ("scheduling_policy", ["fcfs", "priority"]),
         ("on_foreign_write", ["adopt", "restore", "error"]),

@@ -14,6 +14,7 @@ import torch
 from tests.model.native_kernels import native_library
 
 from torpor.model.attention.interface import AttentionBatch, AttentionSpec
+from torpor.model.attention.kv_fp8 import FP8_NAN_BYTE, KVScales, as_bytes
 from torpor.model.attention.kv_layout import KVLayout
 from torpor.model.attention.torch_attention import TorchAttention
 from torpor.model.native.attention import NativeAttention
@@ -96,7 +97,15 @@ class World:
         num_blocks = sum(needed) + 3
         shuffled = (torch.randperm(num_blocks - 1, generator=random) + 1).tolist()
         self.arena_dtype = self.cache_dtype or self.dtype
-        self.layout = KVLayout(self.specs, self.block_size, self.arena_dtype)
+        self.scales = {}
+        if self.arena_dtype == torch.float8_e4m3fn:
+            self.scales = {
+                spec.layer: KVScales(
+                    torch.tensor([0.003 + 0.002 * spec.layer]), torch.tensor([0.01])
+                )
+                for spec in self.specs
+            }
+        self.layout = KVLayout(self.specs, self.block_size, self.arena_dtype, self.scales)
         self.kv = torch.full(
             (num_blocks, self.layout.elements_per_block), torch.nan, dtype=self.arena_dtype
         )
@@ -179,7 +188,8 @@ class World:
                 used[block, position % self.block_size] = True
         for spec in self.specs:
             for view in (self.layout.keys, self.layout.values):
-                view(self.kv, spec.layer)[~used] = torch.nan
+                nan = FP8_NAN_BYTE if self.scales else torch.nan
+                view(as_bytes(self.kv), spec.layer)[~used] = nan
 
     def tokens(self, layer: int, chosen: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         """Queries, keys and values of the next tokens of (row, new tokens), each [T, H, D]."""
@@ -213,8 +223,7 @@ class World:
                 reference(
                     spec,
                     row.q[number][position],
-                    row.k[number][: position + 1].to(self.arena_dtype),
-                    row.v[number][: position + 1].to(self.arena_dtype),
+                    *self._stored(spec, row.k[number], row.v[number], position + 1),
                 )
                 for row, new in ((self.rows[index], new) for index, new in chosen)
                 for position in range(row.done, row.done + new)
@@ -222,6 +231,27 @@ class World:
             outs, logs = zip(*tokens, strict=True)
             results.append((torch.stack(outs), torch.stack(logs)))
         return results
+
+    def _stored(
+        self, spec: AttentionSpec, k_SHD: torch.Tensor, v_SHD: torch.Tensor, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        k_SHD, v_SHD = k_SHD[:length], v_SHD[:length]
+        scales = self.scales.get(spec.layer)
+        if scales is None:
+            return k_SHD.to(self.arena_dtype), v_SHD.to(self.arena_dtype)
+        return (
+            eight_bits(k_SHD.double() / scales.k_scale) * scales.k_scale,
+            eight_bits(v_SHD.double() / scales.v_scale) * scales.v_scale,
+        )
+
+
+def eight_bits(x: torch.Tensor) -> torch.Tensor:
+    """float64 rounded as float8_e4m3fn rounds, saturating: three bits after the first, exponents
+    from -6 to 8, ties to even."""
+    x = x.clamp(-448, 448)
+    _, exponent = torch.frexp(x)
+    step = torch.ldexp(torch.ones_like(x), exponent.clamp(min=-5) - 4)
+    return torch.round(x / step) * step
 
 
 def tolerances(world: World) -> tuple[float, float]:

@@ -14,13 +14,33 @@ import torch
 
 Vectors = list[torch.Tensor]
 
+TIE = 2e-5
+"""What float32 may be off by in keys and values of about 1."""
+
 
 class Reference:
-    """One model: a config as a mapping and its checkpoint."""
+    """One model: a config as a mapping and its checkpoint.
 
-    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    ``kv_scales``, by name (``model.layers.0.self_attn.k_scale``), round context keys and values to
+    eight bits; with ``reserved`` sinks too. Numbers of which two roundings are as good, since they
+    lie between them within `TIE`, go as in ``stored``, where that is given: what somebody else has
+    stored, by the same names (and those with " sinks" behind), [tokens, KV heads, size].
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        kv_scales: Mapping[str, float] | None = None,
+        reserved: bool = False,
+        stored: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         self.c = config
         self.w = {name: tensor.double() for name, tensor in tensors.items()}
+        self.kv_scales = kv_scales or {}
+        self.reserved = reserved
+        self.stored = stored or {}
 
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """Logits [T, V] of every position."""
@@ -87,11 +107,15 @@ class Reference:
                 )
                 q, k = (self._halves(y, t) for y in (q, k))
             qs.append(q), ks.append(k), vs.append(v)
-        k_all, v_all = torch.stack(ks), torch.stack(vs)
+        k_all = self._stored(torch.stack(ks), f"{p}k_scale")
+        v_all = self._stored(torch.stack(vs), f"{p}v_scale")
         if sinks:
             sink_k = self._norm(self.w[f"{p}param_sink_key"], f"{p}k_layernorm.weight")
             none = torch.zeros(sinks, groups, c["v_channels"], dtype=torch.float64)
             sink_v = self.w.get(f"{p}param_sink_value", none)
+            if self.reserved:
+                sink_k = self._stored(sink_k, f"{p}k_scale", " sinks")
+                sink_v = self._stored(sink_v, f"{p}v_scale", " sinks")
         else:
             sink_k, sink_v = k_all[:0], v_all[:0]
         outs = []
@@ -133,10 +157,12 @@ class Reference:
             sink_shared.append(self.w[f"{p}param_sink_k_pe"][i])
         # Every sink and token expanded to keys and values of each head, as the equations say it.
         keys, values = [], []
-        for latent, k_pe in zip(sink_latents + latents, sink_shared + shared, strict=True):
-            kv = self._linear(latent, f"{p}kv_b_proj").view(heads, -1)
-            keys.append(torch.cat((kv[:, :nope], k_pe.expand(heads, -1)), dim=-1))
-            values.append(kv[:, nope:])
+        of_sinks = self._cached(sink_latents, sink_shared, p, " sinks") if sinks else []
+        for of_key, k_pe, of_value in [*of_sinks, *self._cached(latents, shared, p)]:
+            key = self._linear(of_key, f"{p}kv_b_proj").view(heads, -1)[:, :nope]
+            value = self._linear(of_value, f"{p}kv_b_proj").view(heads, -1)[:, nope:]
+            keys.append(torch.cat((key, k_pe.expand(heads, -1)), dim=-1))
+            values.append(value)
         k_all, v_all = torch.stack(keys), torch.stack(values)
         outs = []
         for t, q in enumerate(queries):
@@ -147,6 +173,35 @@ class Reference:
             ]
             outs.append(self._linear(torch.cat(rows), f"{p}o_proj"))
         return outs
+
+    def _cached(
+        self, latents: Vectors, shared: Vectors, p: str, which: str = ""
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Each latent as it is for keys, the shared part of the key, and the latent for values."""
+        rank = len(latents[0])
+        keys = torch.cat((torch.stack(latents), torch.stack(shared)), dim=-1)[:, None]
+        values = torch.stack(latents)[:, None]
+        if not which or self.reserved:
+            keys = self._stored(keys, f"{p}k_scale", which)
+            values = self._stored(values, f"{p}v_scale", which)
+        rows = zip(keys[:, 0], values[:, 0], strict=True)
+        return [(key[:rank], key[rank:], value) for key, value in rows]
+
+    def _stored(self, x: torch.Tensor, name: str, which: str = "") -> torch.Tensor:
+        """Through eight bits: sign, four of exponent (-6 to 8), three of mantissa; ties to even."""
+        scale = self.kv_scales.get(name)
+        if scale is None:
+            return x
+        y = (x / scale).clamp(-448, 448)
+        step = 2.0 ** (torch.frexp(y).exponent.clamp(min=-5) - 4).double()
+        place = y / step
+        rounded = torch.round(place) * step * scale
+        theirs = self.stored.get(name + which, rounded).double()
+        other = (theirs - rounded).abs() > step * scale / 4
+        tie = (place - place.floor() - 0.5).abs() * step * scale <= TIE
+        assert not (other & ~tie).any(), f"{name}: stored is not the nearest"
+        assert ((theirs - rounded).abs()[other] <= 1.01 * (step * scale)[other]).all(), name
+        return torch.where(other, theirs, rounded)
 
     def _softmax(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float

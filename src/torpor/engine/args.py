@@ -32,6 +32,8 @@ class EngineOptions(TypedDict, total=False):
     max_num_batched_tokens: int | None
     long_prefill_token_threshold: int
     block_size: int
+    kv_cache_dtype: str
+    calculate_kv_scales: bool
     kv_cache_memory_bytes: int | None
     num_gpu_blocks_override: int | None
     enable_prefix_caching: bool
@@ -75,6 +77,12 @@ class EngineArgs:
     """The most tokens of one prompt in a step while others wait; 0 for half of the step."""
     block_size: int = 16
     """Positions in a block of the KV cache, the unit of sharing."""
+    kv_cache_dtype: str = "auto"
+    """What keys and values are stored in: "auto": as ``dtype``; "fp8" or "fp8_e4m3": eight bits, by
+    a scale for each layer's keys and one for its values."""
+    calculate_kv_scales: bool = False
+    """For fp8, where the checkpoint holds no scales: take them from a sample text when the model is
+    loaded, instead of 1.0."""
     kv_cache_memory_bytes: int | None = None
     """Size of the KV cache; None for what ``max_num_seqs`` prompts of full length need, at most
     1 GiB, at least one prompt of full length."""
@@ -124,6 +132,7 @@ class EngineArgs:
         for name in (
             "enable_prefix_caching",
             "batch_invariant",
+            "calculate_kv_scales",
             "strict",
             "check_nan",
         ):
@@ -133,6 +142,11 @@ class EngineArgs:
             if getattr(self, name) not in choices:
                 known = " or ".join(map(repr, choices))
                 raise ArgumentError(f"{name} is {shown(getattr(self, name))}; give {known}")
+        if self.calculate_kv_scales and self.kv_cache_dtype == "auto":
+            raise ArgumentError(
+                "calculate_kv_scales is True, and a cache of kv_cache_dtype 'auto' has no scales; "
+                "give kv_cache_dtype='fp8', or leave it out"
+            )
         check_poison(self.poison)
         check_progress(self.progress)
         check_spill_dir(self.spill_dir)
@@ -154,6 +168,7 @@ _OPTIONAL = {"max_num_batched_tokens", "kv_cache_memory_bytes", "num_gpu_blocks_
 _CHOICES = {
     "load_format": ("auto", "dummy"),
     "sink_placement": ("merged", "reserved"),
+    "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3"),
     "cpu_kernels": ("auto", "native", "torch"),
     "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
     "scheduling_policy": ("fcfs", "priority"),

@@ -209,6 +209,10 @@ class AsyncLLM:
         """As ``LLM.reload_weights``."""
         return await self._in_turn(self._engine.reload_weights)
 
+    async def calibrate_kv_scales(self, prompts: object) -> UpdateReport:
+        """As ``LLM.calibrate_kv_scales``."""
+        return await self._in_turn(lambda: self._engine.calibrate_kv_scales(prompts))
+
     async def verify(self) -> VerifyReport:
         """As ``LLM.verify``."""
         return await asyncio.to_thread(self._engine.verify)

@@ -37,6 +37,7 @@ def choose_backends(
     memory: KVCacheMemory,
     allocate: Allocate,
     *,
+    dtype: torch.dtype | None = None,
     weights_epoch: Callable[[], int] = lambda: 0,
 ) -> tuple[LayerOps, MakeAttention]:
     """The operations of the layers, and what makes attention over the paged cache.
@@ -45,22 +46,28 @@ def choose_backends(
         args: which kernels, and whether bits must not depend on the batch.
         memory: the paged cache.
         allocate: gives scratch memory.
+        dtype: of the layers; None for that of the cache.
         weights_epoch: of the weights as they are now.
 
     Raises:
         ArgumentError: compiled kernels are asked for and cannot be had.
     """
-    library = _library(args.cpu_kernels, memory.kv)
+    dtype = memory.kv.dtype if dtype is None else dtype
+    library = _library(args.cpu_kernels, dtype, memory.kv.device)
     if library is None:
-        return _torch(args, memory, allocate)
+        return _torch(args, memory, allocate, dtype)
     calls, invariant = Calls(library), args.batch_invariant
     ops = NativeOps(
         library,
-        memory.kv.dtype,
+        dtype,
         batch_invariant=invariant,
         calls=calls,
         replay=Replay(calls, allocate, epoch=weights_epoch),
     )
+
+    if memory.kv.dtype not in SUFFIXES:
+        # The compiled kernels read a cache where it lies, and know no eight bits.
+        return ops, _torch_attention(args, memory, allocate)
 
     def make(name: str) -> AttentionBackend:
         return NativeAttention(
@@ -76,20 +83,24 @@ def choose_backends(
 
 
 def _torch(
-    args: EngineArgs, memory: KVCacheMemory, allocate: Allocate
+    args: EngineArgs, memory: KVCacheMemory, allocate: Allocate, dtype: torch.dtype
 ) -> tuple[LayerOps, MakeAttention]:
     invariant = args.batch_invariant
-    linear = linear_kernel(memory.kv.dtype, batch_invariant=invariant, allocate=allocate)
+    linear = linear_kernel(dtype, batch_invariant=invariant, allocate=allocate)
+    ops = TorchOps(linear, gated_by_rows if invariant else gated)
+    return ops, _torch_attention(args, memory, allocate)
 
+
+def _torch_attention(args: EngineArgs, memory: KVCacheMemory, allocate: Allocate) -> MakeAttention:
     def make(name: str) -> AttentionBackend:
         return TorchAttention(
             memory.kv,
             memory.layout,
             allocate=_named(allocate, name),
-            batch_invariant=invariant,
+            batch_invariant=args.batch_invariant,
         )
 
-    return TorchOps(linear, gated_by_rows if invariant else gated), make
+    return make
 
 
 def _named(allocate: Allocate, name: str) -> Allocate:
@@ -99,12 +110,12 @@ def _named(allocate: Allocate, name: str) -> Allocate:
     return lambda shape, dtype, own: allocate(shape, dtype, f"{own}_{name}")
 
 
-def _library(wanted: str, kv: torch.Tensor) -> Library | None:
-    if wanted == "torch" or (wanted == "auto" and not has_kernels(kv)):
+def _library(wanted: str, dtype: torch.dtype, device: torch.device) -> Library | None:
+    if wanted == "torch" or (wanted == "auto" and not has_kernels(dtype, device)):
         return None
     try:
-        if not has_kernels(kv):
-            raise KernelsUnavailableError(f"they have no {kv.dtype} on {kv.device}")
+        if not has_kernels(dtype, device):
+            raise KernelsUnavailableError(f"they have no {dtype} on {device}")
         return load_library()
     except KernelsUnavailableError as error:
         if wanted == "native":
@@ -115,6 +126,6 @@ def _library(wanted: str, kv: torch.Tensor) -> Library | None:
         return None
 
 
-def has_kernels(kv: torch.Tensor) -> bool:
+def has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether kernels can be compiled for this dtype and device at all."""
-    return kv.device.type == "cpu" and kv.dtype in SUFFIXES
+    return device.type == "cpu" and dtype in SUFFIXES

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torpor.engine.text.tokenizer import Tokenizer
     from torpor.outputs import RequestOutput
     from torpor.params import SamplingParams
+    from torpor.sleep.reports import UpdateReport
 
 
 class Engine(SleepControl):
@@ -41,6 +42,7 @@ class Engine(SleepControl):
         self._tokenizer = parts.tokenizer
         self._rules: EndRules = parts.rules
         self._kv_cache_bytes = parts.memory.kv.nbytes
+        self._kv_scales = parts.kv_scales
         self._grammars = parts.grammars
         # Requests are prepared in any thread, and the compiler keeps what it made.
         self._compiling = threading.Lock()
@@ -125,6 +127,28 @@ class Engine(SleepControl):
         if self.core.knows(name):
             raise RequestError(f"request_id is {name!r}, which is in use; give another")
         self.core.add(request)
+
+    def calibrate_kv_scales(self, prompts: object) -> UpdateReport:
+        """Take the scales of an fp8 KV cache from some prompts, each computed whole.
+
+        They stay until this is called again: sleep brings them back, updates of weights leave them.
+        Requests that run start over and keep their tokens.
+
+        Args:
+            prompts: as for ``generate``; text like that which the engine will see.
+
+        Raises:
+            ArgumentError: the cache has no scales, or there are no prompts.
+            RequestError: a prompt is refused; nothing has changed.
+            WeightsError: keys or values of the prompts are not finite; nothing has changed.
+            AsleepError, WeightsIncompleteError: the weights are not there.
+        """
+        self._require_open()
+        read = self.reader.read_all(prompts)
+        with self.turns.take():
+            self._require_open()
+            self._sleeper.require_ready("weights")
+            return self._kv_scales.calibrate([prompt.token_ids for prompt in read])
 
     def output(self, request: Request) -> RequestOutput:
         """A request's answer, so far or final."""

@@ -12,6 +12,7 @@ import torch
 from torpor.cache.manager import Epochs, KVCacheManager
 from torpor.engine.args import DEFAULT_MAX_NUM_BATCHED_TOKENS, EngineArgs
 from torpor.engine.backends import choose_backends
+from torpor.engine.kv_scales import SAMPLE_TEXT, KVScaleBook, resolve_kv_cache_dtype
 from torpor.engine.options import (
     resolve_dtype,
     resolve_max_model_len,
@@ -40,6 +41,7 @@ from torpor.sleep.procfs import available_memory_bytes
 from torpor.sleep.sleeper import Sleeper
 
 if TYPE_CHECKING:
+    from torpor.model.attention.interface import Capabilities
     from torpor.model.checkpoints.files import ModelFiles
     from torpor.model.config.config import ModelConfig
     from torpor.model.layers.decoder import DecoderForCausalLM
@@ -53,6 +55,7 @@ class Parts:
     core: EngineCore
     cache: KVCacheManager
     memory: KVCacheMemory
+    kv_scales: KVScaleBook
     tokenizer: Tokenizer
     rules: EndRules
     vocab_size: int
@@ -74,6 +77,7 @@ def load_parts(args: EngineArgs, *, ready: Callable[[], None]) -> Parts:
     """
     resolve_seed(args.seed)
     dtype = resolve_dtype(args.dtype)
+    kv_dtype = resolve_kv_cache_dtype(args.kv_cache_dtype, dtype)
     set_num_threads(args.num_threads)
     dummy = args.load_format == "dummy"
     files = resolve_model(args.model, progress=args.progress, weights=not dummy)
@@ -82,12 +86,13 @@ def load_parts(args: EngineArgs, *, ready: Callable[[], None]) -> Parts:
     _require_room(args, length)
     tokenizer = _tokenizer(files)
     with building() as records:
-        module = build_model(files, dtype)
+        module = build_model(files, dtype, kv_dtype=kv_dtype)
     source = WatchedSource(DummySource(module) if dummy else files.source, args.progress)
+    slices = module.slice_table(source.names())
     sleeper = Sleeper(
         module,
         reload=source,
-        slices=module.slice_table(),
+        slices=slices,
         records=records,
         spill_dir=args.spill_dir,
         poison=args.poison,
@@ -97,25 +102,22 @@ def load_parts(args: EngineArgs, *, ready: Callable[[], None]) -> Parts:
         check_nan=args.check_nan,
     )
     try:
-        for derived in module.derived():
-            sleeper.own(
-                derived.tensor,
-                name=derived.name,
-                cls=OwnershipClass.DERIVED,
-                sources=derived.sources,
-                rebuild=derived.rebuild,
-            )
+        _own_derived(sleeper, module)
         sinks = Sinks(module.static_sinks(), args)
         memory = allocate_kv_cache(
             sleeper,
             args,
             module.attention_specs(),
             max_model_len=length,
-            dtype=dtype,
+            dtype=kv_dtype,
             sinks=sinks,
+            scales=module.kv_scales(),
         )
-        core, cache = _core(args, module, sleeper, memory, length, ready, sinks)
+        kv_scales = KVScaleBook(module, sleeper, slices, sinks.reserved)
+        core, cache = _core(args, module, sleeper, memory, length, ready, sinks, kv_scales)
         sleeper.reload_weights()
+        sample = tokenizer.encode(SAMPLE_TEXT)[:length] or [0]
+        kv_scales.settle(source.names(), sample if args.calculate_kv_scales else None)
         source.unwatch()
     except BaseException:
         sleeper.close(discard=True)
@@ -126,11 +128,23 @@ def load_parts(args: EngineArgs, *, ready: Callable[[], None]) -> Parts:
         core=core,
         cache=cache,
         memory=memory,
+        kv_scales=kv_scales,
         tokenizer=tokenizer,
         rules=EndRules(eos_token_ids=eos, max_model_len=length),
         vocab_size=config.vocab_size,
         grammars=functools.cache(lambda: GrammarCompiler(tokenizer, config.vocab_size, eos)),
     )
+
+
+def _own_derived(sleeper: Sleeper, module: DecoderForCausalLM) -> None:
+    for derived in module.derived():
+        sleeper.own(
+            derived.tensor,
+            name=derived.name,
+            cls=OwnershipClass.DERIVED,
+            sources=derived.sources,
+            rebuild=derived.rebuild,
+        )
 
 
 def _core(
@@ -141,28 +155,21 @@ def _core(
     max_model_len: int,
     ready: Callable[[], None],
     sinks: Sinks,
+    kv_scales: KVScaleBook,
 ) -> tuple[EngineCore, KVCacheManager]:
     def scratch(shape: Sequence[int], dtype: torch.dtype, name: str) -> torch.Tensor:
         return sleeper.allocate(shape, dtype, name=name, cls=OwnershipClass.SCRATCH)
 
-    def poison(block_ids: Sequence[int]) -> None:
-        # Blocks are given back while asleep too, when there is nothing to fill.
-        if sleeper.tag_states["kv_cache"] != "released":
-            memory.poison(block_ids)
-
     ops, make_attention = choose_backends(
-        args, memory, scratch, weights_epoch=lambda: sleeper.weights_epoch
+        args,
+        memory,
+        scratch,
+        dtype=resolve_dtype(args.dtype),
+        weights_epoch=lambda: sleeper.weights_epoch,
     )
     use_ops(module, ops)
     attention = make_attention("")
-    cache = KVCacheManager(
-        memory.specs,
-        memory.num_blocks,
-        epochs=lambda: Epochs(weights=sleeper.weights_epoch, kv=sleeper.kv_epoch),
-        enable_prefix_caching=args.enable_prefix_caching,
-        clear_fresh=attention.capabilities.reads_past_length,
-        on_free=poison if sleeper.poisons else None,
-    )
+    cache = _cache(args, sleeper, memory, attention.capabilities)
     limits = _limits(args)
     max_blocks = -(-max_model_len // args.block_size)
     inputs = InputBuffers(
@@ -189,8 +196,15 @@ def _core(
         clear=memory.clear,
         logprobs_mode=args.logprobs_mode,
     )
-    pages = pages_ahead(memory, cache, sleeper)
-    return EngineCore(Scheduler(limits, cache), runner, sleeper, ready=ready, pages=pages), cache
+    core = EngineCore(
+        Scheduler(limits, cache),
+        runner,
+        sleeper,
+        ready=ready,
+        pages=pages_ahead(memory, cache, sleeper),
+        kv_scales=lambda: kv_scales.values,
+    )
+    return core, cache
 
 
 def _require_room(args: EngineArgs, max_model_len: int) -> None:
@@ -201,6 +215,24 @@ def _require_room(args: EngineArgs, max_model_len: int) -> None:
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_blocks=-(-max_model_len // args.block_size),
         available=available_memory_bytes(),
+    )
+
+
+def _cache(
+    args: EngineArgs, sleeper: Sleeper, memory: KVCacheMemory, capabilities: Capabilities
+) -> KVCacheManager:
+    def poison(block_ids: Sequence[int]) -> None:
+        # Blocks are given back while asleep too, when there is nothing to fill.
+        if sleeper.tag_states["kv_cache"] != "released":
+            memory.poison(block_ids)
+
+    return KVCacheManager(
+        memory.specs,
+        memory.num_blocks,
+        epochs=lambda: Epochs(weights=sleeper.weights_epoch, kv=sleeper.kv_epoch),
+        enable_prefix_caching=args.enable_prefix_caching,
+        clear_fresh=capabilities.reads_past_length,
+        on_free=poison if sleeper.poisons else None,
     )
 
 

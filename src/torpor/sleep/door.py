@@ -28,7 +28,7 @@ from torpor.sleep.choices import version_from
 from torpor.sleep.coverage import gaps
 from torpor.sleep.derive import follow, rebuild_stale
 from torpor.sleep.keeping import distrust, point_at_files, settle_copies
-from torpor.sleep.payload import Payload, checked_pair, find, pairs_of, put
+from torpor.sleep.payload import Payload, admitted, checked_pair, find, pairs_of, put
 from torpor.sleep.reports import Stopwatch, UpdateReport
 from torpor.sleep.restore import recover_copies
 from torpor.sleep.source import WeightSource
@@ -261,6 +261,7 @@ class Door:
     def _write_one(self, update: _Update, name: str, value: torch.Tensor) -> str:
         if self._context.slices.ignores(name):
             return ""
+        value = admitted(self._context.slices, name, value)
         entry, copies = find(self._context, name, value)
         update.touch(entry)
         put(copies)
@@ -285,8 +286,9 @@ class Door:
         news += self._news_of(follow(context, [entry for entry, _ in news], before=update.touch))
         epochs = context.epochs
         epochs.weights += bool(news)
-        if update.touched:
+        if any(entry.in_checkpoint for entry in update.touched):
             # A caller's pairs part ways with the checkpoint even when the bytes happen to be equal.
+            # What no checkpoint holds has its host copy at every level, and parts with nothing.
             epochs.from_checkpoint = (
                 source is not None
                 and source is context.reload

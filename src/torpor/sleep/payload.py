@@ -99,6 +99,16 @@ def find(context: Context, name: str, value: torch.Tensor) -> tuple[Entry, Copie
     return entry, copies
 
 
+def admitted(slices: SliceTable, name: str, value: torch.Tensor) -> torch.Tensor:
+    """A value as the owner of its name wants it, who may have something to say about it.
+
+    Raises:
+        WeightsError: the owner refuses it.
+    """
+    admit = slices[name].admit if name in slices else None
+    return value if admit is None else admit(name, value)
+
+
 def put(copies: Copies) -> None:
     """Write values that fit."""
     for rows, value in copies:

@@ -7,7 +7,7 @@ update, digests and coverage.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -67,6 +67,9 @@ class WeightSlice:
     """How ranks divide the checkpoint's tensor."""
     shard: Shard | None = None
     """The part of it that fills the rows here; None for all of it."""
+    admit: Callable[[str, torch.Tensor], torch.Tensor] | None = None
+    """Looks at a name's value before it is written: gives it in the shape of the rows, or raises a
+    `WeightsError`."""
 
     def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The rows of the owned tensor that this slice speaks of, detached."""

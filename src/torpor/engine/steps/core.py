@@ -36,6 +36,7 @@ class EngineCore:
         *,
         ready: Callable[[], None],
         pages: Callable[[], None] = lambda: None,
+        kv_scales: Callable[[], tuple[float, ...]] = tuple,
     ) -> None:
         """Put the parts together.
 
@@ -45,6 +46,7 @@ class EngineCore:
             sleeper: whose epochs say what the cache and the weights are worth.
             ready: called before each step; raises unless it may run.
             pages: called when the blocks of a step are known; may see to those of later ones.
+            kv_scales: what cached keys and values are read with; asked when weights have changed.
         """
         self.scheduler = scheduler
         self._runner = runner
@@ -53,6 +55,9 @@ class EngineCore:
         self._pages = pages
         self._requests: dict[str, Request] = {}
         self._kv_epoch = sleeper.kv_epoch
+        self._kv_scales = kv_scales
+        self._scaled: tuple[int, tuple[float, ...]] | None = None
+        """The weights epoch of the last step, and the scales that it wrote and read with."""
         self._abandoned: deque[Request] = deque()
         # Held during a step. A lock, since it knows by itself who holds it: a note of ours would be
         # wrong for ever after an interrupt in the wrong place.
@@ -111,6 +116,7 @@ class EngineCore:
         step: Step | None = None
         try:
             self.notice_epochs()
+            self._notice_scales()
             self.sweep()
             step = self.scheduler.schedule()
             if not step.rows:
@@ -137,6 +143,19 @@ class EngineCore:
         if self._sleeper.kv_epoch != self._kv_epoch:
             self.scheduler.drop_cache()
             self._kv_epoch = self._sleeper.kv_epoch
+
+    def _notice_scales(self) -> None:
+        """Let running requests start over if their keys and values were written by other scales.
+
+        Nobody else can find them: prefixes are known by the epoch of the weights, which has moved.
+        """
+        epoch = self._sleeper.weights_epoch
+        if self._scaled is not None and self._scaled[0] == epoch:
+            return
+        scales = self._kv_scales()
+        if self._scaled is not None and self._scaled[1] != scales:
+            self.scheduler.preempt_all()
+        self._scaled = epoch, scales
 
     def finish(self, request: Request, reason: FinishReason, error: TorporError | None) -> None:
         """End a request from outside: an abort or a failure."""

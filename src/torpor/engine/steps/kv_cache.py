@@ -7,7 +7,7 @@ read them in ``model/``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ import torch
 
 from torpor.cache.spec import KVSpec
 from torpor.errors import ArenaError, ArgumentError, OutOfMemoryError
+from torpor.model.attention.kv_fp8 import FP8, FP8_NAN_BYTE, as_bytes
 from torpor.model.attention.kv_layout import KVLayout
 from torpor.sleep.classes import OwnershipClass
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torpor.engine.args import EngineArgs
     from torpor.engine.steps.sinks import Sinks
     from torpor.model.attention.interface import AttentionSpec
+    from torpor.model.attention.kv_fp8 import KVScales
     from torpor.sleep.sleeper import Sleeper
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
@@ -47,11 +49,15 @@ class KVCacheMemory:
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Zero blocks."""
-        self.kv.index_fill_(0, torch.tensor(block_ids, device=self.kv.device), 0)
+        self._fill(block_ids, 0)
 
     def poison(self, block_ids: Sequence[int]) -> None:
         """Fill blocks with NaN, so that a stale read is loud."""
-        self.kv.index_fill_(0, torch.tensor(block_ids, device=self.kv.device), torch.nan)
+        self._fill(block_ids, FP8_NAN_BYTE if self.kv.dtype == FP8 else torch.nan)
+
+    def _fill(self, block_ids: Sequence[int], value: float) -> None:
+        ids = torch.tensor(block_ids, device=self.kv.device)
+        as_bytes(self.kv).index_fill_(0, ids, value)
 
 
 def allocate_kv_cache(
@@ -62,6 +68,7 @@ def allocate_kv_cache(
     max_model_len: int,
     dtype: torch.dtype,
     sinks: Sinks,
+    scales: Mapping[int, KVScales] | None = None,
 ) -> KVCacheMemory:
     """Get the memory from the sleeper.
 
@@ -72,7 +79,12 @@ def allocate_kv_cache(
         ArgumentError: the size asked for does not hold one sequence of ``max_model_len``.
         OutOfMemoryError: there is not enough memory.
     """
-    layout = KVLayout(attention, args.block_size, dtype)
+    layout = KVLayout(attention, args.block_size, dtype, scales)
+    sources = sinks.sources
+    if sources:
+        # They are rounded as any key and value is.
+        pairs = layout.scales.values()
+        sources += tuple(each for pair in pairs for each in (pair.k_scale, pair.v_scale))
     block_bytes = layout.block_bytes
     num_blocks = resolve_num_blocks(
         args, block_bytes, max_model_len, reserved=sinks.num_reserved_blocks
@@ -84,8 +96,8 @@ def allocate_kv_cache(
             dtype,
             name="kv_cache",
             cls=OwnershipClass.CACHE,
-            sources=sinks.sources,
-            rebuild=sinks.refill if sinks.sources else None,
+            sources=sources,
+            rebuild=sinks.refill if sources else None,
         )
     except ArenaError as error:
         raise OutOfMemoryError(

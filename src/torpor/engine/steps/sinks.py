@@ -41,6 +41,11 @@ class Sinks:
         self._cache: KVCacheManager | None = None
 
     @property
+    def reserved(self) -> Sequence[StaticSinkAttention]:
+        """Those in blocks of the cache, layer after layer."""
+        return self._layers
+
+    @property
     def sources(self) -> tuple[torch.Tensor, ...]:
         """What the reserved blocks are written from."""
         return tuple(

@@ -12,6 +12,7 @@ import torch
 
 from torpor.errors import ArgumentError
 from torpor.model.attention.interface import AttentionSpec
+from torpor.model.attention.kv_fp8 import FP8, as_bytes
 from torpor.model.attention.kv_layout import KVLayout, Rows
 from torpor.model.machine.scratch import Allocate
 
@@ -21,6 +22,9 @@ class LayerRows:
     """Views of one layer's part of the arena, made once."""
 
     spec: AttentionSpec
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    """Of what is stored, and all views are of bytes then; None where it is stored as it is."""
     key_strips: Rows
     value_strips: Rows | None
     """None where keys and values are equally long: then `key_strips` reaches the values too."""
@@ -34,8 +38,11 @@ class LayerRows:
         """The views of layer ``spec.layer``."""
         layer, heads = spec.layer, spec.num_kv_heads
         same = spec.k_dim == spec.v_dim
+        kv, scales = as_bytes(kv), layout.scales.get(layer)
         return cls(
             spec=spec,
+            k_scale=None if scales is None else scales.k_scale,
+            v_scale=None if scales is None else scales.v_scale,
             key_strips=layout.key_strips(kv, layer, heads=2 * heads if same else heads),
             value_strips=None if same else layout.value_strips(kv, layer),
             key_tokens=layout.key_tokens(kv, layer),
@@ -77,6 +84,9 @@ class Gather:
             torch.index_select(values.matrix, 0, self.value_strips, out=self.value_room)
         if self.widening is not None:
             self.widening[0].copy_(self.widening[1])
+        for part, scale in ((self.keys_PSD, layer.k_scale), (self.values_PSD, layer.v_scale)):
+            if scale is not None:
+                part.mul_(scale)
         if self.dirty is not None:
             for part in (self.keys_PSD, self.values_PSD):
                 part.view(-1, part.shape[2]).index_fill_(0, self.dirty, 0.0)
@@ -88,7 +98,7 @@ class Workspace:
     Args:
         layout: of the arena.
         nbytes: budget; a single block of any layer always fits, whatever the budget.
-        widen: hand out float32 whatever the cache's dtype.
+        widen: hand out float32 whatever the cache's dtype; needed where that has scales.
         allocate: gives the memory; see `Allocate`.
         positions: positions of one row that must fit at the least.
     """
@@ -108,10 +118,12 @@ class Workspace:
         blocks = -(-positions // size)
         least = max(size * blocks * _width(spec) for spec in layout.specs.values())
         widen = widen and layout.dtype != torch.float32
+        assert widen or layout.dtype != FP8, "nothing is computed in eight bits"
         itemsize = layout.dtype.itemsize + (torch.float32.itemsize if widen else 0)
         elements = max(nbytes // itemsize, least)
         self._block_size = size
-        self._narrow = allocate((elements,), layout.dtype, "attention_gather")
+        stored = allocate((elements,), layout.dtype, "attention_gather")
+        self._narrow, self._stored = as_bytes(stored), stored
         self._wide = None
         if widen:
             self._wide = allocate((elements,), torch.float32, "attention_gather_float32")
@@ -155,7 +167,7 @@ class Workspace:
             dirty=dirty,
             key_room=key_room.view(keys.numel(), -1),
             value_room=self._narrow[split:end].view(pairs * blocks, -1),
-            widening=None if self._wide is None else (self._wide[:end], self._narrow[:end]),
+            widening=None if self._wide is None else (self._wide[:end], self._stored[:end]),
             keys_PSD=fetched[:split].view(pairs, positions, spec.k_dim),
             values_PSD=fetched[split:end].view(pairs, positions, spec.v_dim),
         )

@@ -11,13 +11,14 @@ Shape letters: N blocks of the arena, H KV heads, B positions of a block, D head
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from torpor.errors import ArgumentError
 from torpor.model.attention.interface import AttentionSpec
+from torpor.model.attention.kv_fp8 import FP8, KVScales
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +47,31 @@ class KVLayout:
         specs: every layer's attention; layers may differ in heads and head sizes.
         block_size: tokens of a block.
         dtype: of the cached keys and values.
+        scales: of every layer by its index, for float8_e4m3fn; None for other dtypes.
 
     Raises:
-        ArgumentError: no layers, a layer twice, or a size that is not positive.
+        ArgumentError: no layers, a layer twice, a size that is not positive, or scales for a dtype
+            that has none, or none for one that needs them.
     """
 
-    def __init__(self, specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec],
+        block_size: int,
+        dtype: torch.dtype,
+        scales: Mapping[int, KVScales] | None = None,
+    ) -> None:
         if block_size < 1:
             raise ArgumentError(f"block_size is {block_size}; give a positive number of tokens")
         if not specs:
             raise ArgumentError("no attention layers given; a KV layout needs at least one")
+        wanted = {spec.layer for spec in specs} if dtype == FP8 else set()
+        self.scales = dict(scales or {})
+        if self.scales.keys() != wanted:
+            raise ArgumentError(
+                f"scales are given for {len(self.scales)} layers, and a cache of {dtype} needs "
+                f"them for {len(wanted)}; give one pair for each layer of a float8_e4m3fn cache"
+            )
         self.block_size = block_size
         self.dtype = dtype
         self.specs: dict[int, AttentionSpec] = {}

@@ -22,6 +22,7 @@ from torpor.model.attention.interface import (
     Capabilities,
     StaticSinks,
 )
+from torpor.model.attention.kv_fp8 import as_bytes, from_cache, to_cache
 from torpor.model.attention.kv_layout import KVLayout
 from torpor.model.attention.partial import attend_with_sinks
 from torpor.model.machine.scratch import Allocate
@@ -118,19 +119,31 @@ class ReservedSinkAttention:
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's keys and values as the cache holds them: [S, KV heads, size] each."""
+        layout = self._layout
+        parts = zip((layout.keys, layout.values), self._scales(layer), strict=True)
         keys, values = (
-            part(self._kv, layer)[self._ids_N].flatten(0, 1)
-            for part in (self._layout.keys, self._layout.values)
+            from_cache(
+                part(as_bytes(self._kv), layer)[self._ids_N].flatten(0, 1).view(layout.dtype),
+                layout.dtype if scale is None else torch.float32,
+                scale,
+            )
+            for part, scale in parts
         )
         return keys, values
+
+    def _scales(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        scales = self._layout.scales.get(layer)
+        return (None, None) if scales is None else (scales.k_scale, scales.v_scale)
 
     def write(self, sinks: Sequence[StaticSinks]) -> None:
         """Write every layer's sinks into the reserved blocks."""
         size = self._layout.block_size
         for entry in sinks:
-            for part, value in (
-                (self._layout.keys, entry.sink_key),
-                (self._layout.values, entry.sink_value),
+            k_scale, v_scale = self._scales(entry.spec.layer)
+            for part, value, scale in (
+                (self._layout.keys, entry.sink_key, k_scale),
+                (self._layout.values, entry.sink_value, v_scale),
             ):
-                blocks = value.unflatten(0, (-1, size)).to(self._layout.dtype)
-                part(self._kv, entry.spec.layer)[self._ids_N] = blocks
+                stored = to_cache(value, self._layout.dtype, scale)
+                blocks = as_bytes(stored).unflatten(0, (-1, size))
+                part(as_bytes(self._kv), entry.spec.layer)[self._ids_N] = blocks

@@ -18,6 +18,7 @@ from torpor.model.attention.interface import (
     LseAttention,
 )
 from torpor.model.attention.invariant_attention import InvariantSteps, tile_positions
+from torpor.model.attention.kv_fp8 import as_bytes, from_cache, to_cache
 from torpor.model.attention.kv_gather import (
     LayerRows,
     Workspace,
@@ -70,7 +71,7 @@ class TorchAttention(LseAttention):
                 f"batch-invariant attention runs on the CPU, not on {kv.device}; "
                 "turn batch_invariant off"
             )
-        widen = batch_invariant or not _fast_products(kv)
+        widen = batch_invariant or bool(layout.scales) or not _fast_products(kv)
         self._dtype = torch.float32 if widen else kv.dtype
         self._cache_dtype = kv.dtype
         self._block_size = layout.block_size
@@ -122,7 +123,9 @@ class TorchAttention(LseAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         layer = self._layers[spec.layer]
         # Rounded as the cache rounds, so that a token looks the same fetched or fresh.
-        k_THD, v_THD = k_THD.to(self._cache_dtype), v_THD.to(self._cache_dtype)
+        k_scale, v_scale = layer.k_scale, layer.v_scale
+        k_THD = to_cache(k_THD, self._cache_dtype, k_scale)
+        v_THD = to_cache(v_THD, self._cache_dtype, v_scale)
         self._write(layer, k_THD, v_THD)
         dtype = q_THD.dtype
         q_THD = q_THD.to(self._dtype)
@@ -140,7 +143,12 @@ class TorchAttention(LseAttention):
             part, part_lse = self._decode(layer, group, q_THD, with_lse=with_lse)
             _put(out_THD, group.tokens, part)
             _put(lse_TH, group.tokens, part_lse)
-        fresh = (k_THD.to(self._dtype), v_THD.to(self._dtype)) if plan.prefill else None
+        fresh: tuple[torch.Tensor, torch.Tensor] | None = None
+        if plan.prefill:
+            fresh = (
+                from_cache(k_THD, self._dtype, k_scale),
+                from_cache(v_THD, self._dtype, v_scale),
+            )
         for tile in plan.prefill:
             assert fresh is not None
             part, part_lse = self._prefill(layer, tile, q_THD, *fresh)
@@ -205,8 +213,8 @@ class TorchAttention(LseAttention):
     def _write(self, layer: LayerRows, k_THD: torch.Tensor, v_THD: torch.Tensor) -> None:
         keys = self._token_rows(layer, layer.spec.k_dim, keys=True)
         values = self._token_rows(layer, layer.spec.v_dim, keys=False)
-        write_tokens(layer.key_tokens, layer.keys_NBHD, keys, k_THD)
-        write_tokens(layer.value_tokens, layer.values_NBHD, values, v_THD)
+        write_tokens(layer.key_tokens, layer.keys_NBHD, keys, as_bytes(k_THD))
+        write_tokens(layer.value_tokens, layer.values_NBHD, values, as_bytes(v_THD))
 
     def _token_rows(self, layer: LayerRows, dim: int, *, keys: bool) -> _Where:
         rows = layer.key_tokens if keys else layer.value_tokens

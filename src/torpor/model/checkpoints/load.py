@@ -11,7 +11,11 @@ from torpor.sleep.shards import ALONE, TensorParallel
 
 
 def build_model(
-    files: ModelFiles, dtype: torch.dtype, tp: TensorParallel = ALONE
+    files: ModelFiles,
+    dtype: torch.dtype,
+    tp: TensorParallel = ALONE,
+    *,
+    kv_dtype: torch.dtype | None = None,
 ) -> DecoderForCausalLM:
     """Build a model with parameters on meta and buffers computed for real.
 
@@ -19,6 +23,7 @@ def build_model(
         files: a resolved model.
         dtype: dtype of all parameters.
         tp: the rank whose part of the model to build.
+        kv_dtype: of the KV cache; each layer has the scales that float8_e4m3fn needs.
 
     Returns:
         The module; its `slice_table` says which checkpoint name fills which parameter rows.
@@ -26,14 +31,18 @@ def build_model(
     Raises:
         ConfigError: the ranks do not divide a size.
     """
-    return new_model(files.config, dtype, tp)
+    return new_model(files.config, dtype, tp, kv_dtype=kv_dtype)
 
 
 def new_model(
-    config: ModelConfig, dtype: torch.dtype, tp: TensorParallel = ALONE
+    config: ModelConfig,
+    dtype: torch.dtype,
+    tp: TensorParallel = ALONE,
+    *,
+    kv_dtype: torch.dtype | None = None,
 ) -> DecoderForCausalLM:
     """As `build_model`, from a config alone."""
-    return DecoderForCausalLM(config, dtype, tp)
+    return DecoderForCausalLM(config, dtype, tp, kv_dtype=kv_dtype)
 
 
 def checkpoint_shapes(model: DecoderForCausalLM) -> dict[str, tuple[int, ...]]:

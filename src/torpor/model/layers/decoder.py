@@ -5,16 +5,18 @@ Shape suffixes: T new tokens of all rows, D model width, H heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
 
 from torpor.model.attention.interface import AttentionContext, AttentionSpec
+from torpor.model.attention.kv_fp8 import FP8, KVScales
 from torpor.model.config.config import ModelConfig
 from torpor.model.config.shard import shard_config
 from torpor.model.layers.attention import Attention
 from torpor.model.layers.derived import Derived
+from torpor.model.layers.kv_scales import add_kv_scales, kv_scales_of, scale_slices
 from torpor.model.layers.latent import LatentAttention
 from torpor.model.layers.layers import (
     Embedding,
@@ -151,7 +153,14 @@ class Decoder(OpsModule):
 class DecoderForCausalLM(nn.Module):
     """A decoder with its language-model head; parameters on meta, buffers real."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, tp: TensorParallel = ALONE) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        tp: TensorParallel = ALONE,
+        *,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         """Build the modules; no weight has memory yet.
 
         Args:
@@ -159,12 +168,14 @@ class DecoderForCausalLM(nn.Module):
             dtype: dtype of all parameters.
             tp: the rank whose part of the modules this is. The parts of several ranks hold what
                 belongs to each; nothing here exchanges results between them.
+            kv_dtype: of the KV cache; each layer has the scales that float8_e4m3fn needs.
 
         Raises:
             ConfigError: the ranks do not divide a size.
         """
         super().__init__()
         self.config, self.tp = config, tp
+        self._has_kv_scales = kv_dtype == FP8
         config = shard_config(config, tp)
         self.model = Decoder(config, dtype)
         if config.tie_word_embeddings:
@@ -172,6 +183,9 @@ class DecoderForCausalLM(nn.Module):
         else:
             head_weight = empty_parameter(config.vocab_size, config.hidden_size, dtype=dtype)
         self.lm_head = Head(head_weight)
+        if self._has_kv_scales:
+            for layer in self._decoder_layers():
+                add_kv_scales(layer.self_attn)
 
     def forward(
         self,
@@ -210,10 +224,28 @@ class DecoderForCausalLM(nn.Module):
         found = (layer.self_attn.sink_attn for layer in self._decoder_layers())
         return tuple(sinks for sinks in found if sinks is not None)
 
-    def slice_table(self) -> SliceTable:
+    def kv_scales(self) -> dict[int, KVScales]:
+        """Each layer's scales by its index; none without an fp8 KV cache."""
+        if not self._has_kv_scales:
+            return {}
+        layers = enumerate(self._decoder_layers())
+        return {index: kv_scales_of(layer.self_attn) for index, layer in layers}
+
+    def slice_table(self, held: Collection[str] | None = None) -> SliceTable:
         """Every Hugging Face checkpoint name and the parameter rows it fills, in layer order, by
-        its shard rule where there are several ranks."""
-        return slice_table(self.config).for_rank(self.tp)
+        its shard rule where there are several ranks.
+
+        Args:
+            held: every name of the checkpoint, which say how it spells the scales of an fp8 KV
+                cache if it has any; None for a table of parameters alone.
+
+        Raises:
+            CheckpointError: the checkpoint holds some of the scales and not all.
+        """
+        if held is None or not self._has_kv_scales:
+            return slice_table(self.config).for_rank(self.tp)
+        scales = scale_slices(self.config.num_hidden_layers, held)
+        return slice_table(self.config, scales).for_rank(self.tp)
 
     def derived(self) -> Iterator[Derived]:
         """What the layers compute from weights, in layer order."""

@@ -11,10 +11,11 @@ heads are on the ranks that hold it, and so are its sinks. Whatever has no rule 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from torpor.model.config.config import ModelConfig
 from torpor.model.config.features import MLAConfig, MoEConfig, SinkConfig
+from torpor.model.layers.kv_scales import spellings
 from torpor.sleep.shards import FIRST_RANK_ONLY, REPLICATED, Block, ShardRule
 from torpor.sleep.source import SliceTable, WeightSlice
 
@@ -23,8 +24,13 @@ _Part = tuple[str, int, ShardRule]
 """A checkpoint name, its number of rows, and its rule."""
 
 
-def slice_table(config: ModelConfig) -> SliceTable:
-    """Every Hugging Face checkpoint name of a model, in layer order."""
+def slice_table(config: ModelConfig, kv_scales: Sequence[WeightSlice] = ()) -> SliceTable:
+    """Every Hugging Face checkpoint name of a model, in layer order.
+
+    Args:
+        config: of the model.
+        kv_scales: those of the scales of its KV cache; of no use to a cache without.
+    """
     features = config.features
     vocabulary = _by_output(Block("token", config.vocab_size))
     slices = [_whole("model.embed_tokens.weight", vocabulary)]
@@ -45,6 +51,9 @@ def slice_table(config: ModelConfig) -> SliceTable:
         if features.sandwich_norm:
             slices.append(_whole(f"{prefix}post_mlp_layernorm.weight"))
         ignored.append(f"{prefix}self_attn.rotary_emb.inv_freq")
+        if not kv_scales:
+            ignored.extend(name for _, names in spellings(f"{prefix}self_attn.") for name in names)
+    slices.extend(kv_scales)
     slices.append(_whole("model.norm.weight"))
     if config.tie_word_embeddings:
         ignored.append("lm_head.weight")
