@@ -51,7 +51,7 @@ def test_throughput_takes_every_option(asked: Any) -> None:
         *("throughput", "--model", "m", "--input-len", 5, "--output-len", 6, "--num-prompts", 7),
         *("--num-iters", 8, "--num-iters-warmup", 9, "--seed", 10, "--dtype", "bfloat16"),
         *("--threads", 2, "--max-model-len", 64, "--kv-cache-memory-bytes", 4096),
-        "--batch-invariant",
+        *("--batch-invariant", "--sink-placement", "reserved"),
     )
     assert model == "m"
     assert (options.input_len, options.output_len, options.num_prompts) == (5, 6, 7)
@@ -61,6 +61,7 @@ def test_throughput_takes_every_option(asked: Any) -> None:
         dtype="bfloat16",
         max_model_len=64,
         kv_cache_memory_bytes=4096,
+        sink_placement="reserved",
         batch_invariant=True,
         num_threads=2,
     )
@@ -93,7 +94,7 @@ def test_each_benchmark_has_its_defaults(asked: Any) -> None:
 
 COMMON = {
     *("--model", "-m", "--num-iters", "--num-iters-warmup", "--dtype", "--threads"),
-    *("--max-model-len", "--kv-cache-memory-bytes", "--json", "--help"),
+    *("--max-model-len", "--kv-cache-memory-bytes", "--sink-placement", "--json", "--help"),
 }
 GENERATION = COMMON | {"--input-len", "--output-len", "--seed", "--batch-invariant"}
 

@@ -105,7 +105,7 @@ def test_with_json_a_usage_error_is_an_object(torpor: Torpor) -> None:
 def test_an_unexpected_error_is_no_traceback(
     torpor: Torpor, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torpor.engine.loading.build_model", lambda *_: 1 / 0)
+    monkeypatch.setattr("torpor.engine.loading.build_model", lambda *_, **__: 1 / 0)
     outcome = torpor("generate", "x", "-m", tiny_folder, "--json")
     assert outcome.code == 1
     assert outcome.json["error"]["type"] == "ZeroDivisionError"

@@ -53,6 +53,7 @@ class EngineChoices:
     dtype: str | None = None
     max_model_len: int | None = None
     kv_cache_memory_bytes: int | None = None
+    sink_placement: str | None = None
     batch_invariant: bool | None = None
     num_threads: int | None = None
 

@@ -158,6 +158,7 @@ def doctor(
     prompts: Sequence[str] = DEFAULT_PROMPTS,
     max_tokens: int = 16,
     num_threads: int | None = None,
+    sink_placement: str = "merged",
     listener: DoctorListener | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
@@ -168,6 +169,7 @@ def doctor(
         prompts: what the model is asked before and after each sleep.
         max_tokens: tokens of each answer.
         num_threads: threads torch computes with; None leaves them alone.
+        sink_placement: where static sinks are, as for ``LLM``.
         listener: told of each round trip before it begins.
         progress: told of slow parts of loading.
 
@@ -180,7 +182,12 @@ def doctor(
     examinations = []
     for poison in PATTERNS:
         with LLM(
-            model, strict=False, poison=poison, num_threads=num_threads, progress=progress
+            model,
+            strict=False,
+            poison=poison,
+            num_threads=num_threads,
+            sink_placement=sink_placement,
+            progress=progress,
         ) as llm:
             load_s = time.perf_counter() - start_s
             oracle = Oracle(llm, prompts, max_tokens=max_tokens)

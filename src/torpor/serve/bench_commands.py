@@ -49,6 +49,9 @@ class _Common:
     kv_cache_memory_bytes: Annotated[
         int | None, typer.Option("--kv-cache-memory-bytes", min=1, help="Bytes of the KV cache.")
     ] = None
+    sink_placement: Annotated[
+        str | None, typer.Option(help="Where static sinks are: merged, or reserved.")
+    ] = None
     json: Annotated[bool, typer.Option("--json", help="Write one JSON object to stdout.")] = False
 
     def repeats(self) -> Repeats:
@@ -63,6 +66,7 @@ class _Common:
             dtype=self.dtype,
             max_model_len=self.max_model_len,
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            sink_placement=self.sink_placement,
             batch_invariant=batch_invariant or None,
             num_threads=self.threads,
         )

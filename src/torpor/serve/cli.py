@@ -44,6 +44,12 @@ OneThread = Annotated[
         min=1, help="Threads to compute with. One is steady on a busy machine and hardly slower."
     ),
 ]
+SinkPlacement = Annotated[
+    str,
+    typer.Option(
+        help="Where static sinks are: merged into attention, or in reserved blocks of the KV cache."
+    ),
+]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens of each answer, at most.")]
 Temperature = Annotated[
     float, typer.Option(min=0.0, help="0 takes the likeliest token; higher is more varied.")
@@ -138,6 +144,7 @@ def _generate(
         list[str] | None, typer.Option(help="End before this text; may be given several times.")
     ] = None,
     threads: Threads = None,
+    sink_placement: SinkPlacement = "merged",
     json: Json = False,
 ) -> None:
     """Complete a text."""
@@ -154,7 +161,9 @@ def _generate(
             seed=seed,
             stop=stop,
         )
-        return generate(terminal, prompt, params, model=model, threads=threads)
+        return generate(
+            terminal, prompt, params, model=model, threads=threads, sink_placement=sink_placement
+        )
 
     _finish(json, work)
 
@@ -204,6 +213,7 @@ def _doctor(
     ] = "smollm2",
     max_tokens: MaxTokens = 16,
     threads: OneThread = 1,
+    sink_placement: SinkPlacement = "merged",
     every: Annotated[
         bool, typer.Option("--all", help="List every tensor instead of groups.")
     ] = False,
@@ -216,7 +226,13 @@ def _doctor(
         from torpor.serve.doctor import examine
 
         return examine(
-            terminal, model, max_tokens=max_tokens, threads=threads, every=every, strict=strict
+            terminal,
+            model,
+            max_tokens=max_tokens,
+            threads=threads,
+            sink_placement=sink_placement,
+            every=every,
+            strict=strict,
         )
 
     _finish(json, work)

@@ -31,7 +31,14 @@ _BADGES = {
 
 
 def examine(
-    terminal: Terminal, model: str, *, max_tokens: int, threads: int, every: bool, strict: bool
+    terminal: Terminal,
+    model: str,
+    *,
+    max_tokens: int,
+    threads: int,
+    sink_placement: str,
+    every: bool,
+    strict: bool,
 ) -> int:
     """Examine a model and show the diagnosis; the exit code.
 
@@ -49,6 +56,7 @@ def examine(
             model,
             max_tokens=max_tokens,
             num_threads=threads,
+            sink_placement=sink_placement,
             listener=None if bar is None else _Announcer(bar),
             progress=bar,
         )
@@ -102,8 +110,11 @@ def _show_owners(terminal: Terminal, rows: Sequence[OwnerRow], *, every: bool) -
         terminal.out.print(Text.assemble((kind, "cyan"), (host, "dim cyan")))
         groups: dict[tuple[str, tuple[str, ...]], list[OwnerRow]] = {}
         for row in kept:
-            name = row.name if every else _NUMBER.sub("*", row.name)
-            groups.setdefault((name, row.sources), []).append(row)
+            name, sources = row.name, row.sources
+            if not every:
+                name = _NUMBER.sub("*", name)
+                sources = tuple(dict.fromkeys(_NUMBER.sub("*", source) for source in sources))
+            groups.setdefault((name, sources), []).append(row)
         for (name, sources), group in groups.items():
             nbytes = sum(row.nbytes for row in group)
             line = Text.assemble(

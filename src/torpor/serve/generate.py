@@ -25,6 +25,7 @@ def generate(
     *,
     model: str,
     threads: int | None,
+    sink_placement: str,
 ) -> int:
     """Complete a text and show it; the exit code.
 
@@ -36,7 +37,7 @@ def generate(
     with loading(terminal) as bar:
         from torpor.engine.llm import LLM
 
-        llm = LLM(model, num_threads=threads, progress=bar)
+        llm = LLM(model, num_threads=threads, sink_placement=sink_placement, progress=bar)
     with llm:
         loaded_s = time.perf_counter()
         output = _complete(terminal, llm, text, params)

@@ -22,10 +22,9 @@ import torch
 
 from torpor.model.attention.interface import AttentionBatch, AttentionSpec
 from torpor.model.attention.kv_gather import Gather, LayerRows, Workspace
-from torpor.model.attention.partial import HIDDEN, equal_dims, fused
+from torpor.model.attention.partial import HIDDEN, QUERY_ROWS, attend_tiles, exp
 
 KEY_TILE = 256
-QUERY_ROWS = 32
 
 
 def tile_positions(block_size: int) -> int:
@@ -109,7 +108,7 @@ class InvariantSteps:
                     call.gather.values_PSD.unflatten(0, (-1, kv_heads)),
                 )
             assert keys is not None
-            part = _attend_tile(q_VKMD[call.tiles], *keys, spec.scale, call.mask)
+            part = attend_tiles(q_VKMD[call.tiles], *keys, spec.scale, call.mask)
             fold.add(call.tiles, *part)
         out_VKMD, lse_VKM = fold.result()
         group = spec.num_heads // kv_heads
@@ -238,27 +237,6 @@ class _Planner:
         return self._workspace.gather(self._layer, blocks_RN, dirty_RS)
 
 
-def _attend_tile(
-    q_VKMD: torch.Tensor,
-    k_VKSD: torch.Tensor,
-    v_VKSD: torch.Tensor,
-    scale: float,
-    mask: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    v_dim = v_VKSD.shape[-1]
-    q_VKMD, k_VKSD, v_VKSD = equal_dims(q_VKMD, k_VKSD, v_VKSD)
-    # A lone problem may be cut up among threads, which could change its sums: give it company.
-    tiles = 2 if q_VKMD.shape[:2] == (1, 1) else q_VKMD.shape[0]
-    out_VKMD, lse_VKM = fused(
-        q_VKMD.expand(tiles, -1, -1, -1),
-        k_VKSD.expand(tiles, -1, -1, -1),
-        v_VKSD.expand(tiles, -1, -1, -1),
-        scale,
-        mask,
-    )
-    return out_VKMD[: q_VKMD.shape[0], ..., :v_dim], lse_VKM[: q_VKMD.shape[0]]
-
-
 class _Fold:
     """The softmax over all tiles so far: numerator, denominator and the largest exponent.
 
@@ -274,7 +252,7 @@ class _Fold:
     def add(self, tiles: slice, out_VKMD: torch.Tensor, lse_VKM: torch.Tensor) -> None:
         """Take in one key tile's result for some of the query tiles."""
         top = torch.maximum(self._top_VKM[tiles], lse_VKM)
-        old, new = _exp(self._top_VKM[tiles] - top), _exp(lse_VKM - top)
+        old, new = exp(self._top_VKM[tiles] - top), exp(lse_VKM - top)
         total = self._sum_VKMD[tiles]
         total.mul_(old[..., None]).add_(out_VKMD * new[..., None])
         self._weight_VKM[tiles].mul_(old).add_(new)
@@ -284,7 +262,3 @@ class _Fold:
         """[V, K, M, v_dim] and its log-sum-exp [V, K, M]."""
         log = self._weight_VKM.double().log_().float()
         return self._sum_VKMD / self._weight_VKM[..., None], self._top_VKM + log
-
-
-def _exp(x: torch.Tensor) -> torch.Tensor:
-    return x.double().exp_().float()

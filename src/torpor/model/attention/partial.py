@@ -12,6 +12,10 @@ from torch.nn import functional
 
 from torpor.model.machine.onednn_switch import OneDnnSwitch
 
+QUERY_ROWS = 32
+"""Queries of a tile, over the heads of a KV head, where bits must not depend on how many there are:
+products have one shape then."""
+
 HIDDEN = -1e30
 """Added to a score that must not count. Finite, so that a query all of whose keys of one piece are
 hidden gets a finite result, which its log-sum-exp then weights with exactly zero."""
@@ -188,6 +192,8 @@ def attend_with_sinks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over sinks, which every query sees, and a context attended to before.
 
+    A token's bits do not depend on the other tokens: queries come in tiles of one size.
+
     Args:
         q_THD: queries [T, H, k_dim].
         sink_key_SKD: [S, KV heads, k_dim].
@@ -199,11 +205,44 @@ def attend_with_sinks(
     Returns:
         [T, H, v_dim] in the queries' dtype, and float32 [T, H].
     """
-    sinks_THD, sinks_lse_TH = attend_tokens(
-        q_THD, sink_key_SKD.to(q_THD.dtype), sink_value_SKD.to(q_THD.dtype), scale
+    tokens, heads, _ = q_THD.shape
+    kv_heads = sink_key_SKD.shape[1]
+    rows = tokens * heads // kv_heads
+    q_KRD = q_THD.unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 2)
+    q_KRD = functional.pad(q_KRD, (0, 0, 0, -rows % QUERY_ROWS))
+    keys, values = (
+        each.to(q_THD.dtype).transpose(0, 1)[:, None] for each in (sink_key_SKD, sink_value_SKD)
+    )
+    sinks, lse = attend_tiles(q_KRD.unflatten(1, (-1, QUERY_ROWS)), keys, values, scale, None)
+    sinks_THD, sinks_lse_TH = (
+        each.flatten(1, 2)[:, :rows].unflatten(1, (tokens, -1)).transpose(0, 1).flatten(1, 2)
+        for each in (sinks, lse)
     )
     out_THD, lse_TH = merge(sinks_THD, sinks_lse_TH, context_THD, context_lse_TH)
     return out_THD.to(q_THD.dtype), lse_TH
+
+
+def attend_tiles(
+    q_BHTD: torch.Tensor,
+    k_BHSD: torch.Tensor,
+    v_BHSD: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `fused`, for head sizes that may differ, with bits that do not depend on B and H.
+
+    Keys and values broadcast to the queries' B and H.
+    """
+    v_dim = v_BHSD.shape[-1]
+    q_BHTD, k_BHSD, v_BHSD = equal_dims(q_BHTD, k_BHSD, v_BHSD)
+    found, heads = q_BHTD.shape[:2]
+    # A lone problem may be cut up among threads, which could change its sums: give it company.
+    tiles = 2 if (found, heads) == (1, 1) else found
+    q_BHTD, k_BHSD, v_BHSD = (
+        each.expand(tiles, heads, -1, -1) for each in (q_BHTD, k_BHSD, v_BHSD)
+    )
+    out_BHTD, lse_BHT = fused(q_BHTD, k_BHSD, v_BHSD, scale, mask)
+    return out_BHTD[:found, ..., :v_dim], lse_BHT[:found]
 
 
 def merge(
@@ -211,10 +250,19 @@ def merge(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the keys of both parts, from the parts' results and log-sum-exps.
 
+    Only what rounds alike wherever it is computed: sums, products, maxima and quotients by
+    themselves, and `exp`.
+
     Returns:
         float32 [T, H, v_dim] and float32 [T, H].
     """
-    lse_TH = torch.logaddexp(a_lse_TH, b_lse_TH)
-    a_TH1 = (a_lse_TH - lse_TH).exp_()[..., None]
-    b_TH1 = (b_lse_TH - lse_TH).exp_()[..., None]
-    return torch.addcmul(a_THD * a_TH1, b_THD, b_TH1), lse_TH
+    top_TH = torch.maximum(a_lse_TH, b_lse_TH)
+    a_TH, b_TH = exp(a_lse_TH - top_TH), exp(b_lse_TH - top_TH)
+    total_TH = a_TH + b_TH
+    out_THD = (a_THD * a_TH[..., None]).add_(b_THD * b_TH[..., None]).div_(total_TH[..., None])
+    return out_THD, top_TH + total_TH.double().log_().float()
+
+
+def exp(x: torch.Tensor) -> torch.Tensor:
+    """In float64, whose last digit does not reach float32: the same bits at every place."""
+    return x.double().exp_().float()

@@ -71,7 +71,8 @@ class ReservedSinkAttention:
             max_blocks: most blocks of a request.
         """
         self._kv, self._layout = kv, layout
-        self._ids_N = torch.tensor(block_ids, dtype=torch.int64, device=kv.device)
+        # Numbers, not a tensor: sleep would not know how that comes back.
+        self._block_ids = list(block_ids)
         self._sink_len = len(block_ids) * layout.block_size
         # Private: whoever else sees the step's batch counts tokens, not sinks.
         shape = (max_num_seqs, len(block_ids) + max_blocks)
@@ -88,9 +89,9 @@ class ReservedSinkAttention:
     def begin(self, batch: AttentionBatch) -> None:
         """See `AttentionBackend`."""
         rows, blocks = batch.block_tables_RB.shape
-        reserved = len(self._ids_N)
+        reserved = len(self._block_ids)
         tables_RB = self._tables_RB.view(-1)[: rows * (reserved + blocks)].view(rows, -1)
-        tables_RB[:, :reserved] = self._ids_N
+        tables_RB[:, :reserved] = torch.tensor(self._block_ids)
         tables_RB[:, reserved:] = batch.block_tables_RB
         context_lens = tuple(length + self._sink_len for length in batch.context_lens)
         self._behind_sinks.begin(
@@ -123,7 +124,7 @@ class ReservedSinkAttention:
         parts = zip((layout.keys, layout.values), self._scales(layer), strict=True)
         keys, values = (
             from_cache(
-                part(as_bytes(self._kv), layer)[self._ids_N].flatten(0, 1).view(layout.dtype),
+                part(as_bytes(self._kv), layer)[self._block_ids].flatten(0, 1).view(layout.dtype),
                 layout.dtype if scale is None else torch.float32,
                 scale,
             )
@@ -146,4 +147,4 @@ class ReservedSinkAttention:
             ):
                 stored = to_cache(value, self._layout.dtype, scale)
                 blocks = as_bytes(stored).unflatten(0, (-1, size))
-                part(as_bytes(self._kv), entry.spec.layer)[self._ids_N] = blocks
+                part(as_bytes(self._kv), entry.spec.layer)[self._block_ids] = blocks

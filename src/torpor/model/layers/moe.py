@@ -97,8 +97,7 @@ class SparseMoE(nn.Module):
         """The experts of each token, int64, and their weights in x's dtype: [T, K]."""
         config = self.config
         if config.routing == "sigmoid":
-            # The released models compute these logits in float32 from weights as they are stored.
-            logits_TE = nn.functional.linear(x_TD.float(), self.gate.weight.float())
+            logits_TE = self._float32_logits(x_TD)
             bias_E, norm = self.e_score_correction_bias, config.norm_topk_prob
             experts_TK, weights_TK = route_by_sigmoid(
                 logits_TE, config.num_experts_per_tok, bias_E, norm=norm
@@ -114,3 +113,13 @@ class SparseMoE(nn.Module):
             )
         weights_TK = weights_TK * config.routed_scaling_factor
         return experts_TK, weights_TK.to(x_TD.dtype)
+
+    def _float32_logits(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """As the released models compute them: in float32, from weights as they are stored."""
+        weight = self.gate.weight
+        if weight.dtype == torch.float32:
+            logits_TE: torch.Tensor = self.gate(x_TD)
+            return logits_TE
+        # Sums in float64, whose last digit does not reach float32: no token's bits depend on how
+        # many there are.
+        return nn.functional.linear(x_TD.double(), weight.double()).float()

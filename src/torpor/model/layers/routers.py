@@ -64,7 +64,8 @@ def route_by_sigmoid(
         bias_E: added to the scores for the choice; the weights do not know it.
         norm: whether a token's weights are divided by their sum.
     """
-    scores_TE = logits_TE.float().sigmoid()
+    # torch's own sigmoid rounds differently where a vector register is not filled.
+    scores_TE = 1 / (1 + torch.exp(-logits_TE.float()))
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E.float()
     experts_TK = choice_TE.topk(num_experts_per_tok, dim=-1).indices
     weights_TK = scores_TE.gather(-1, experts_TK)
