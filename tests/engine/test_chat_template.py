@@ -98,3 +98,34 @@ def test_the_date_is_at_hand() -> None:
 
 def test_missing_variables_read_as_nothing() -> None:
     assert render("[{{ bos_token }}]", HI, {}) == "[]"
+
+
+class Surprising:
+    """A value of a template that raises what it likes."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __str__(self) -> str:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [OSError("o"), RuntimeError("r"), AttributeError("a")], ids=repr)
+def test_what_a_value_raises_is_a_refusal(error: Exception) -> None:
+    with pytest.raises(RequestError, match="chat template refuses these messages"):
+        render("{{ x }}", HI, {"x": Surprising(error)})
+
+
+def test_endless_templates_and_values_are_refused() -> None:
+    deep: list[Any] = []
+    for _ in range(50_000):
+        deep = [deep]
+    for template in ("{{ x|tojson }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"):
+        with pytest.raises(RequestError, match=r"does not come to an end|nested too deeply"):
+            render(template, HI, {"x": deep})
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        render("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", HI, {})
+
+
+def test_a_variable_may_have_any_name() -> None:
+    assert render("{{ self }}{{ messages[0].content }}", HI, {"self": 1, "args": 2}).endswith("hi")

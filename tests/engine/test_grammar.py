@@ -301,6 +301,27 @@ def test_a_grammar_that_outgrows_the_library_says_so_in_plain_words(
     with pytest.raises(RequestError, match=r"too large or too branched.*give a shorter") as caught:
         compiler.compile(params).accept(tokenizer.encode("a", add_special_tokens=False)[0])
     assert len(str(caught.value)) < 200
+    assert params not in compiler._kept, "its tables are full, and no request can use them"
+
+
+def test_too_many_alternatives_are_refused_in_plain_words(
+    tiny: tuple[Tokenizer, GrammarCompiler],
+) -> None:
+    tokenizer, compiler = tiny
+    wide = " | ".join(f'"a{number}"' for number in range(20_000))
+    params = StructuredOutputsParams(grammar=f"root ::= {wide}")
+    with pytest.raises(RequestError, match=r"too large or too branched.*give a shorter"):
+        compiler.compile(params).accept(tokenizer.encode("a", add_special_tokens=False)[0])
+
+
+def test_what_is_kept_can_be_given_back(tiny: tuple[Tokenizer, GrammarCompiler]) -> None:
+    tokenizer, compiler = tiny
+    params = StructuredOutputsParams(choice=["ab", "cd"])
+    grammar = compiler.compile(params)
+    compiler.forget_all()
+    assert not compiler._kept
+    grammar.accept(tokenizer.encode("a", add_special_tokens=False)[0])
+    assert torch.equal(compiler.compile(params).mask(), compiler.compile(params).mask())
 
 
 def test_without_the_package_the_error_says_how_to_install_it(

@@ -15,7 +15,6 @@ from torpor.sleep.cpu import HUGE_PAGE_BYTES, CpuDevice
 
 MIB = 1 << 20
 SIZE = 256 * MIB
-CACHE = torch.empty(SIZE, dtype=torch.uint8)  # touched by nobody
 
 
 class Touched:
@@ -24,9 +23,10 @@ class Touched:
     def __init__(self, most: int = SIZE) -> None:
         self.ranges: list[tuple[int, int]] = []
         self.most = most
+        self.kv = torch.empty(SIZE, dtype=torch.uint8)  # no page of it is used
 
     def __call__(self, address: int, nbytes: int) -> bool:
-        self.ranges.append((address - CACHE.data_ptr(), nbytes))
+        self.ranges.append((address - self.kv.data_ptr(), nbytes))
         return sum(size for _, size in self.ranges) <= self.most
 
     @property
@@ -47,7 +47,7 @@ def finish() -> None:
 
 def test_as_much_again_as_is_in_use_is_touched() -> None:
     touched = Touched()
-    pages = PagesAhead(CACHE, touched)
+    pages = PagesAhead(touched.kv, touched)
     pages.reach(10 * MIB, 0)
     finish()
     assert touched.bounds == (10 * MIB, 20 * MIB)
@@ -59,7 +59,7 @@ def test_as_much_again_as_is_in_use_is_touched() -> None:
 
 def test_little_use_touches_nothing() -> None:
     touched = Touched()
-    pages = PagesAhead(CACHE, touched)
+    pages = PagesAhead(touched.kv, touched)
     pages.reach(CHUNK_BYTES - 1, 0)
     finish()
     assert not touched.ranges
@@ -67,7 +67,7 @@ def test_little_use_touches_nothing() -> None:
 
 def test_ranges_begin_at_the_border_of_a_page() -> None:
     touched = Touched()
-    pages = PagesAhead(CACHE, touched)
+    pages = PagesAhead(touched.kv, touched)
     pages.reach(9 * MIB + 12_345, 0)
     finish()
     assert touched.bounds[0] == 10 * MIB
@@ -76,7 +76,7 @@ def test_ranges_begin_at_the_border_of_a_page() -> None:
 
 def test_it_goes_so_far_and_not_beyond_the_end() -> None:
     touched = Touched()
-    pages = PagesAhead(CACHE, touched)
+    pages = PagesAhead(touched.kv, touched)
     pages.reach(100 * MIB, 0)
     finish()
     assert touched.bounds == (100 * MIB, 100 * MIB + MOST_BYTES)
@@ -91,7 +91,7 @@ def test_it_goes_so_far_and_not_beyond_the_end() -> None:
 
 def test_memory_that_came_anew_is_touched_anew() -> None:
     touched = Touched()
-    pages = PagesAhead(CACHE, touched)
+    pages = PagesAhead(touched.kv, touched)
     pages.reach(10 * MIB, 0)
     finish()
     touched.ranges.clear()
@@ -102,19 +102,19 @@ def test_memory_that_came_anew_is_touched_anew() -> None:
 
 def test_a_system_that_refuses_is_asked_no_more_until_more_is_used() -> None:
     touched = Touched(most=0)
-    pages = PagesAhead(CACHE, touched)
+    pages = PagesAhead(touched.kv, touched)
     pages.reach(32 * MIB, 0)
     finish()
     assert len(touched.ranges) == 1
-    pages.reach(33 * MIB, 0)
+    pages.reach(32 * MIB + 1024, 0)
     finish()
     assert len(touched.ranges) == 1
 
 
 def test_a_cache_that_lies_elsewhere_now_is_left_alone() -> None:
-    touched, kv = Touched(), torch.empty(SIZE, dtype=torch.uint8)
-    pages = PagesAhead(kv, touched)
-    kv.set_(torch.empty(SIZE, dtype=torch.uint8).untyped_storage(), 0, (SIZE,))  # type: ignore[call-overload]
+    touched = Touched()
+    pages = PagesAhead(touched.kv, touched)
+    touched.kv.set_(torch.empty(SIZE, dtype=torch.uint8).untyped_storage(), 0, (SIZE,))  # type: ignore[call-overload]
     pages.reach(32 * MIB, 0)
     finish()
     assert not touched.ranges

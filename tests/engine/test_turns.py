@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -162,3 +164,43 @@ def test_an_interrupt_at_any_line_leaves_the_turn_to_be_had(act: Callable[[Turns
         assert done.is_set(), f"the turn is lost after an interrupt at line {line}"
         line += 1
     assert line > 10
+
+
+FORKED = """
+import os, sys, threading
+from torpor.engine.steps.turns import Turns
+from torpor.errors import StateError
+
+busy, idle = Turns(), Turns()
+held, go_on = threading.Event(), threading.Event()
+
+def hold():
+    with busy.take():
+        held.set()
+        go_on.wait(60)
+
+thread = threading.Thread(target=hold, daemon=True)
+thread.start()
+held.wait(60)
+child = os.fork()
+if child == 0:
+    code = 3
+    with idle.take():
+        pass
+    try:
+        with busy.take():
+            pass
+    except StateError as error:
+        code = 0 if "forked" in str(error) else 4
+    os._exit(code)
+_, status = os.waitpid(child, 0)
+go_on.set()
+thread.join()
+with busy.take():
+    sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_process_forked_in_the_middle_of_a_turn_says_so_and_does_not_wait() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKED]
+    assert subprocess.run(command, timeout=120, check=False).returncode == 0

@@ -19,6 +19,7 @@ from torch import nn
 from torpor.engine.llm import LLM
 from torpor.errors import (
     ArgumentError,
+    AsleepError,
     CheckpointError,
     DoubleInitError,
     GenerationError,
@@ -533,6 +534,32 @@ def test_calibration_refuses_what_it_cannot_use(folders: Folders) -> None:
 # -- other scales while blocks are in use -------------------------------------------------------
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_calibration_wants_all_memory_awake(folders: Folders, level: int) -> None:
+    with fp8(folders("embedded")) as llm:
+        want = answers(llm)
+        llm.sleep(level)
+        llm.wake_up(["weights"])
+        if level == 2:
+            llm.reload_weights()
+        before = buffers(llm)
+        with pytest.raises(AsleepError, match="kv_cache"):
+            llm.calibrate_kv_scales([IDS[:5]])
+        llm.wake_up()
+        assert buffers(llm) == before
+        assert answers(llm) == want
+        llm.calibrate_kv_scales([IDS[:5]])
+
+
+@pytest.mark.parametrize(("kind", "placement"), PLACED)
+def test_what_was_generated_leaves_no_tensor_that_nobody_owns(
+    scaled: Any, kind: str, placement: str
+) -> None:
+    with fp8(scaled(kind), sink_placement=placement, strict=True) as llm:
+        answers(llm)
+        assert not llm.sleeper.audit().unowned
+
+
 def test_other_scales_hit_no_prefix(scaled: Any) -> None:
     with fp8(scaled("embedded")) as llm:
         llm.generate(PROMPTS[:1], PARAMS)
@@ -603,6 +630,9 @@ BAD: dict[str, tuple[torch.Tensor, type[WeightsError], str]] = {
     "negative": (torch.tensor([-1.0]), WeightsError, "is -1.0; .* positive and finite"),
     "nan": (torch.tensor(torch.nan), WeightsError, "is nan; .* positive and finite"),
     "inf": (torch.tensor(torch.inf), WeightsError, "is inf; .* positive and finite"),
+    "too small": (torch.tensor(1e-300, dtype=torch.float64), WeightsError, "is 1e-300; .*normal"),
+    "subnormal": (torch.tensor(1e-40), WeightsError, r"is 9\.\d+e-41; .*normal number in float32"),
+    "too large": (torch.tensor(1e300, dtype=torch.float64), WeightsError, r"is 1e\+300; .*finite"),
     "heads": (torch.ones(2), WeightsMismatchError, r"shape \(2,\); a layer has one scale"),
     "matrix": (torch.ones(1, 1), WeightsMismatchError, r"shape \(1, 1\); a layer has one scale"),
     "integer": (torch.tensor([1]), WeightsMismatchError, "int64, which cannot become"),

@@ -230,3 +230,23 @@ def test_structured_output_follows_its_tokens(tokenizer: Tokenizer, seed: int) -
         ids.append(chosen.choice(allowed))
         grammar.accept(ids[-1])
     assert tokenizer.decode(ids, skip_special_tokens=False) in choices
+
+
+def with_mask(folder: Path, **options: bool) -> Tokenizer:
+    return load(write_pieces(folder, added_tokens_decoder={"400": {"content": "<m>", **options}}))
+
+
+def test_a_token_takes_the_spaces_before_it_once_however_many(tmp_path: Path) -> None:
+    tokenizer = with_mask(tmp_path, lstrip=True)
+    plain = tokenizer.encode("a", add_special_tokens=False)
+    for spaces in ("", " ", " \n\t ", " " * 100):
+        ids = tokenizer.encode(f"a{spaces}<m>{spaces}<m>", add_special_tokens=False)
+        assert ids == [*plain, 400, 400]
+    # Quadratic time would be minutes.
+    assert len(tokenizer.encode(" " * 300_000 + "x", add_special_tokens=False)) > 1
+
+
+def test_a_begin_token_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="bos_token is 'nope'; it must be a token of the vocab"):
+        load(write_pieces(tmp_path, bos_token="nope"))
+    load(write_pieces(tmp_path, bos_token="nope", add_bos_token=False))

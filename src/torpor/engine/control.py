@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
     Pairs = Iterable[tuple[str, torch.Tensor]]
 
-_NEEDED_TAGS = ("weights", "kv_cache", "graphs")
+NEEDED_TAGS = ("weights", "kv_cache", "graphs")
+"""Which memory a step computes with."""
 
 
 class SleepControl:
@@ -83,10 +84,14 @@ class SleepControl:
             self._settle_requests(mode)
             if number == 0:
                 return self._pause()
+            self._give_back()
             try:
                 return self._sleeper.sleep(level=number, tags=tags)
             finally:
                 self.core.notice_epochs()
+
+    def _give_back(self) -> None:
+        """Let go of what can be made anew, before a sleep."""
 
     def pause_generation(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
         """Stop stepping until ``resume_generation``; memory stays as it is.
@@ -334,7 +339,7 @@ class SleepControl:
             StateError: closed, or the last wake could not prove its content.
         """
         self._require_open()
-        return not self._paused and self._sleeper.is_ready(*_NEEDED_TAGS)
+        return not self._paused and self._sleeper.is_ready(*NEEDED_TAGS)
 
     def _require_ready(self) -> None:
         self._require_open()
@@ -342,4 +347,4 @@ class SleepControl:
             raise AsleepError(
                 "generation is paused; call resume_generation(), or wake_up() after sleep(0)"
             )
-        self._sleeper.require_ready(*_NEEDED_TAGS)
+        self._sleeper.require_ready(*NEEDED_TAGS)

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from torpor.engine.control import SleepControl
+from torpor.engine.control import NEEDED_TAGS, SleepControl
 from torpor.engine.loading import load_parts
 from torpor.engine.requests.answers import answer
 from torpor.engine.requests.completion import Completion, EndRules
@@ -24,7 +24,7 @@ from torpor.errors import RequestError
 
 if TYPE_CHECKING:
     from torpor.engine.args import EngineArgs
-    from torpor.engine.sampling.grammar import Grammar
+    from torpor.engine.sampling.grammar import Grammar, GrammarCompiler
     from torpor.engine.text.tokenizer import Tokenizer
     from torpor.outputs import RequestOutput
     from torpor.params import SamplingParams
@@ -46,6 +46,7 @@ class Engine(SleepControl):
         self._grammars = parts.grammars
         # Requests are prepared in any thread, and the compiler keeps what it made.
         self._compiling = threading.Lock()
+        self._compiler: GrammarCompiler | None = None
         self.reader = PromptReader(
             parts.tokenizer,
             parts.vocab_size,
@@ -132,6 +133,7 @@ class Engine(SleepControl):
         """Take the scales of an fp8 KV cache from some prompts, each computed whole.
 
         They stay until this is called again: sleep brings them back, updates of weights leave them.
+        An update that is open is finished first, as any use of the weights does.
         Requests that run start over and keep their tokens.
 
         Args:
@@ -141,13 +143,14 @@ class Engine(SleepControl):
             ArgumentError: the cache has no scales, or there are no prompts.
             RequestError: a prompt is refused; nothing has changed.
             WeightsError: keys or values of the prompts are not finite; nothing has changed.
-            AsleepError, WeightsIncompleteError: the weights are not there.
+            AsleepError, WeightsIncompleteError: not all memory is awake, or weights are missing.
         """
         self._require_open()
         read = self.reader.read_all(prompts)
         with self.turns.take():
             self._require_open()
-            self._sleeper.require_ready("weights")
+            # Layers compute in memory that sleeps with the cache.
+            self._sleeper.require_ready(*NEEDED_TAGS)
             return self._kv_scales.calibrate([prompt.token_ids for prompt in read])
 
     def output(self, request: Request) -> RequestOutput:
@@ -202,7 +205,12 @@ class Engine(SleepControl):
         if params.structured_outputs is None:
             return None
         with self._compiling:
-            return self._grammars().compile(params.structured_outputs)
+            self._compiler = self._grammars()
+            return self._compiler.compile(params.structured_outputs)
+
+    def _give_back(self) -> None:
+        if self._compiler is not None:
+            self._compiler.forget_all()
 
     def _prompt_logprobs(self, prompt: Prompt, params: SamplingParams) -> PromptLogprobs | None:
         if params.prompt_logprobs is None:

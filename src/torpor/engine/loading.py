@@ -30,7 +30,7 @@ from torpor.engine.steps.scheduler import Scheduler, SchedulerConfig
 from torpor.engine.steps.sinks import Sinks
 from torpor.engine.text.tokenizer import Tokenizer
 from torpor.engine.watched_source import WatchedSource
-from torpor.errors import CheckpointError
+from torpor.errors import CheckpointError, WeightsIncompleteError
 from torpor.model.checkpoints.dummy import DummySource
 from torpor.model.checkpoints.load import build_model
 from torpor.model.checkpoints.resolve import resolve_model
@@ -115,7 +115,7 @@ def load_parts(args: EngineArgs, *, ready: Callable[[], None]) -> Parts:
         )
         kv_scales = KVScaleBook(module, sleeper, slices, sinks.reserved)
         core, cache = _core(args, module, sleeper, memory, length, ready, sinks, kv_scales)
-        sleeper.reload_weights()
+        _read_weights(sleeper, files)
         sample = tokenizer.encode(SAMPLE_TEXT)[:length] or [0]
         kv_scales.settle(source.names(), sample if args.calculate_kv_scales else None)
         source.unwatch()
@@ -134,6 +134,19 @@ def load_parts(args: EngineArgs, *, ready: Callable[[], None]) -> Parts:
         vocab_size=config.vocab_size,
         grammars=functools.cache(lambda: GrammarCompiler(tokenizer, config.vocab_size, eos)),
     )
+
+
+def _read_weights(sleeper: Sleeper, files: ModelFiles) -> None:
+    try:
+        sleeper.reload_weights()
+    except WeightsIncompleteError as error:
+        missing = error.names
+        shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+        raise WeightsIncompleteError(
+            f"the checkpoint {files.folder} lacks content of {len(missing)} weights: {shown}; "
+            "fetch its files again",
+            missing,
+        ) from error
 
 
 def _own_derived(sleeper: Sleeper, module: DecoderForCausalLM) -> None:

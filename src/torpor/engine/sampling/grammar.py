@@ -5,9 +5,10 @@ The work is done by llguidance, an optional package. Shape letters: V vocabulary
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,20 +26,29 @@ _MAX_KEPT = 32
 """Compiled grammars that are kept for requests to come."""
 _MAX_REASON = 300
 """Characters of the library's own words in an error."""
-_TOO_LARGE = "too many expressions"
+_TOO_LARGE = ("too many expressions", "items; max is")
 """What the library says when its tables are full, which shows only as the text goes on."""
 
 
 class Grammar:
     """One completion's place in its grammar. Deterministic; belongs to one thread at a time."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(
+        self, matcher: LLMatcher, vocab_size: int, forget: Callable[[], None] = lambda: None
+    ) -> None:
         """Start with no tokens.
+
+        Args:
+            matcher: at its start.
+            vocab_size: V.
+            forget: called when the grammar proves too large, whose tables are then full: all
+                completions share them.
 
         Raises:
             RequestError: the grammar allows no text at all.
         """
         self._matcher = matcher
+        self._forget = forget
         self._vocab_size = vocab_size
         self._mask_V = self._next_mask()
 
@@ -62,7 +72,8 @@ class Grammar:
         """
         if not self._matcher.consume_token(token_id):
             reason = _reason(self._matcher)
-            if _TOO_LARGE in reason:
+            if any(words in reason for words in _TOO_LARGE):
+                self._forget()
                 raise RequestError(
                     "structured_outputs is too large or too branched to be followed any further; "
                     "give a shorter pattern, schema or grammar"
@@ -75,7 +86,7 @@ class Grammar:
 
     def copy(self) -> Grammar:
         """Another completion at the same place."""
-        return Grammar(self._matcher.deep_copy(), self._vocab_size)
+        return Grammar(self._matcher.deep_copy(), self._vocab_size, self._forget)
 
     def _next_mask(self) -> torch.Tensor:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
@@ -122,10 +133,17 @@ class GrammarCompiler:
         grammar = self._kept.get(params)
         if grammar is None:
             grammar = self._kept[params] = self._compiled(params)
-        self._kept.move_to_end(params)
-        if len(self._kept) > _MAX_KEPT:
-            self._kept.popitem(last=False)
+        # Another thread may forget it, or all of them, at any time.
+        with contextlib.suppress(KeyError):
+            self._kept.move_to_end(params)
+            if len(self._kept) > _MAX_KEPT:
+                self._kept.popitem(last=False)
         return grammar.copy()
+
+    def forget_all(self) -> None:
+        """Give back what compiled grammars take; requests that follow one keep theirs. From any
+        thread."""
+        self._kept.clear()
 
     def _compiled(self, params: StructuredOutputsParams) -> Grammar:
         try:
@@ -136,7 +154,10 @@ class GrammarCompiler:
             raise _refused(params, str(error)) from error
         if matcher.is_error():
             raise _refused(params, _reason(matcher))
-        return Grammar(matcher, self._vocab_size)
+        def forget() -> None:
+            self._kept.pop(params, None)
+
+        return Grammar(matcher, self._vocab_size, forget)
 
     def _text(self, params: StructuredOutputsParams) -> str:
         """The grammar in the library's own form."""

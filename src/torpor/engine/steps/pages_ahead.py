@@ -2,11 +2,12 @@
 
 The system gives a page at its first touch, and clears it then; on a virtual machine it must often
 first get it from its host. For a prompt of a thousand tokens that is up to a tenth of a second of
-its first token, so it is done beside the steps, as far ahead as the cache is used at all.
+its first token, so it is done when a processor is free, as far ahead as the cache is used at all.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 64 << 20
 """That are touched and not yet used."""
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 2 << 20
 """At a time: whoever changes the mapping waits no longer than for these."""
 
 Touch = Callable[[int, int], bool]
@@ -59,7 +60,10 @@ class PagesAhead:
         target = min(used + min(used, MOST_BYTES), self._nbytes)
         if epoch == self._epoch and target - self._target < CHUNK_BYTES:
             return
-        with self._lock:
+        # Steps wait for nobody, least of all for a thread that a forked process does not have.
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
             if epoch != self._epoch:
                 self._epoch, self._done = epoch, 0
             # What is used has its pages, or gets them in the step that comes.
@@ -68,6 +72,8 @@ class PagesAhead:
             if self._busy or self._target - self._done < CHUNK_BYTES:
                 return
             self._busy = True
+        finally:
+            self._lock.release()
         threading.Thread(target=_run, args=(ref(self),), name="torpor-pages", daemon=True).start()
 
     def touch_chunk(self) -> bool:
@@ -87,6 +93,9 @@ class PagesAhead:
 
 
 def _run(pages: ref[PagesAhead]) -> None:
+    # Where every processor computes, touching ahead only moves the time to another place.
+    if hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     # Between chunks nobody is held: a cache that nobody uses any more goes at once.
     while (found := pages()) is not None and found.touch_chunk():
         del found

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torpor.engine.steps.news import News
+from torpor.errors import StateError
+
+_CHILD_WAIT_S = 1.0
+"""For a lock in a forked process: another thread of that process may be looking at it too."""
 
 
 class Turns:
@@ -26,6 +31,7 @@ class Turns:
         self._lock = threading.RLock()
         # Apart from the turn, so that telling news never waits for a step.
         self._news = News()
+        self._process = os.getpid()
 
     @property
     def held(self) -> bool:
@@ -80,6 +86,8 @@ class Turns:
         self._news.tell()
 
     def _acquire(self) -> None:
+        if os.getpid() != self._process:
+            self._enter_child()
         try:
             try:
                 self._gate.acquire()
@@ -88,6 +96,17 @@ class Turns:
                 _let_go(self._gate)
         finally:
             _let_go(self._gate)
+
+    def _enter_child(self) -> None:
+        """In a forked process, which has the locks as they were and none of the other threads."""
+        for lock in (self._gate, self._lock):
+            if not lock.acquire(timeout=_CHILD_WAIT_S):
+                raise StateError(
+                    "this process was forked while another thread of its parent used the engine, "
+                    "whose state is unknown here; fork while it is idle, or load the model anew"
+                )
+            lock.release()
+        self._process = os.getpid()
 
     def _release(self, *, is_news: bool = True) -> None:
         if self.held:

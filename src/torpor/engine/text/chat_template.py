@@ -46,9 +46,19 @@ def render(template: str, messages: Sequence[Message], variables: Mapping[str, o
             f"the chat template is not valid at line {error.lineno}: {error.message}; "
             "repair it in the model's folder or pass chat_template"
         ) from error
+    except RecursionError as error:
+        raise ConfigError(
+            "the chat template is nested too deeply; repair it in the model's folder or pass "
+            "chat_template"
+        ) from error
     try:
-        return compiled.render(messages=messages, **variables)
-    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        return compiled.render({**variables, "messages": messages})
+    except RecursionError as error:
+        raise RequestError(
+            "the model's chat template does not come to an end with these messages, or a value "
+            "given to it is nested too deeply; give a flatter one or repair the template"
+        ) from error
+    except Exception as error:  # a template calls what it is given, which may raise anything
         roles = [message["role"] for message in messages]
         raise RequestError(
             f"the model's chat template refuses these messages (roles {roles}): {error}; "

@@ -51,7 +51,8 @@ class SentencePieceModel:
         Raises:
             ModelNotFoundError: the package sentencepiece is not installed.
             CheckpointError: the file cannot be read or is damaged.
-            ConfigError: an added token is not one, or ``legacy`` is false.
+            ConfigError: an added token is not one, ``legacy`` is false, or a token that is to be
+                added is none.
         """
         self._processor = _processor(path)
         if not config.flag("legacy", True):
@@ -74,8 +75,8 @@ class SentencePieceModel:
         # The longest first, so that no token hides one that it begins.
         self._tried = sorted(self._added.values(), key=lambda token: -len(token.text))
         self._pattern = re.compile("|".join(f"({token.pattern})" for token in self._tried))
-        self._before = self._role("bos", config.flag("add_bos_token", True))
-        self._after = self._role("eos", config.flag("add_eos_token", False))
+        self._before = self._role(config, "bos", config.flag("add_bos_token", True))
+        self._after = self._role(config, "eos", config.flag("add_eos_token", False))
 
     @property
     def vocab_size(self) -> int:
@@ -142,9 +143,16 @@ class SentencePieceModel:
         token_ids += self._processor.encode(text[start:])
         return token_ids
 
-    def _role(self, role: str, wanted: bool) -> list[int]:
-        token_id = self.token_to_id(self.special_tokens.get(f"{role}_token", ""))
-        return [token_id] if wanted and token_id is not None else []
+    def _role(self, config: Fields, role: str, wanted: bool) -> list[int]:
+        text = self.special_tokens.get(f"{role}_token", "")
+        if not wanted or not text:
+            return []
+        token_id = self.token_to_id(text)
+        if token_id is None:
+            raise config.error(
+                f"{role}_token", text, "a token of the vocabulary, since texts get it added"
+            )
+        return [token_id]
 
     def _added_tokens(self, config: Fields) -> list[_AddedToken]:
         """Those of the config, and the tokens that have a role."""
@@ -232,7 +240,8 @@ def _added_token(config: Fields, key: str, entry: object) -> _AddedToken:
     if entry.get("single_word"):
         pattern = rf"(?<!\w){pattern}(?!\w)"
     if entry.get("lstrip"):
-        pattern = rf"\s*{pattern}"
+        # All the spaces before it, or none: at each of them anew takes quadratic time.
+        pattern = rf"(?:(?<!\s)\s*|){pattern}"
     if entry.get("rstrip"):
         pattern = rf"{pattern}\s*"
     return _AddedToken(int(key), text, bool(entry.get("special")), pattern)

@@ -29,8 +29,11 @@ def normalised(fields: Fields) -> Fields:
         ConfigError: two spellings of one field say different things.
     """
     values = fields.values()
+    spelled: dict[str, str] = {}
     for name, spellings in ALIASES.items():
         for spelling in spellings:
+            if spelling in values and values.get(name) is None:
+                spelled[name] = spelling
             value = values.pop(spelling, None)
             if value is None:
                 continue
@@ -38,4 +41,4 @@ def normalised(fields: Fields) -> Fields:
             if stated is not None and stated != value:
                 raise fields.error(spelling, value, f"the same as {name}, {stated!r}")
             values[name] = value
-    return fields.with_values(values)
+    return fields.with_values(values, spelled)

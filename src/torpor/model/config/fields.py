@@ -85,6 +85,7 @@ class Fields:
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         self._values = values
         self._read: set[str] = set()
+        self._spelled: Mapping[str, str] = {}
         self.where = where
 
     def raw(self, name: str) -> object:
@@ -96,10 +97,16 @@ class Fields:
         """A copy of all fields; those read through it do not count as read."""
         return dict(self._values)
 
-    def with_values(self, values: Mapping[str, object]) -> Fields:
-        """Other values in the same place; what was read here counts as read there."""
+    def with_values(self, values: Mapping[str, object], spelled: Mapping[str, str]) -> Fields:
+        """Other values in the same place; what was read here counts as read there.
+
+        Args:
+            values: by name.
+            spelled: what the file calls a name, for messages, where it calls it something else.
+        """
         made = Fields(values, self.where)
         made._read |= self._read
+        made._spelled = spelled
         return made
 
     def states(self, name: str) -> bool:
@@ -199,11 +206,13 @@ class Fields:
 
     def error(self, name: str, value: object, accepted: str) -> ConfigError:
         """The error for a value that is not accepted."""
-        return ConfigError(f"{self.where}: {name} is {_short(value)}; it must be {accepted}")
+        said = self._spelled.get(name, name)
+        return ConfigError(f"{self.where}: {said} is {_short(value)}; it must be {accepted}")
 
     def _needed(self, name: str, default: _T | None) -> _T:
         if default is None:
-            raise ConfigError(f"{self.where}: {name} is missing; add it, or fetch the file again")
+            said = self._spelled.get(name, name)
+            raise ConfigError(f"{self.where}: {said} is missing; add it, or fetch the file again")
         return default
 
 

@@ -13,6 +13,7 @@ from torpor.model.config.features import Features, MLAConfig, MoEConfig, Routing
 from torpor.model.config.fields import MAX_SIZE, Fields
 
 _MLA_FIELDS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+_SINK_FIELDS = ("qk_nope_dim", "qk_rope_dim", "v_channels")
 _UNRELEASED = (
     "param_sink_scalar",
     "param_sink_of_head_num",
@@ -65,6 +66,10 @@ def _features(fields: Fields, layers: int, moe: MoEConfig | None) -> Features:
         return _latent(fields, features)
     if _sink_count(fields):
         return _with_sinks(fields, features)
+    if any(fields.raw(name) for name in _SINK_FIELDS):
+        count = fields.raw("param_sink_number")
+        accepted = f"above 0 in a model with {', '.join(_SINK_FIELDS)}, which are of sink attention"
+        raise fields.error("param_sink_number", count, accepted)
     return features
 
 
@@ -143,10 +148,10 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     for window in entries:
         if window is None:
             cycle.append(None)
-        elif isinstance(window, int) and not isinstance(window, bool) and window >= 1:
+        elif type(window) is int and 1 <= window <= MAX_SIZE:
             cycle.append(window)
         else:
-            accepted = "a window in tokens, or a list of such"
+            accepted = f"a window of 1 to {MAX_SIZE} tokens, or a list of such"
             raise fields.error("interleaved_sliding_window", value, accepted)
     return tuple(cycle[layer % len(cycle)] for layer in range(layers))
 

@@ -72,16 +72,20 @@ def admitted_scale(name: str, value: torch.Tensor) -> torch.Tensor:
 
     Raises:
         WeightsMismatchError: not one number.
-        WeightsError: it is not positive and finite.
+        WeightsError: it is not positive and finite in float32.
     """
     if value.is_meta or value.numel() != 1 or value.dim() > 1:
         raise WeightsMismatchError(
             f"{name!r} has shape {tuple(value.shape)}; a layer has one scale, of shape () or (1,): "
             "scales of single heads or channels are not supported"
         )
-    number = float(value)
-    if not 0 < number < float("inf"):
+    if not value.is_floating_point():
+        return value.reshape(1)  # Refused with the words for any weight.
+    scale = value.reshape(1).to(torch.float32)
+    # By less, quotients overflow.
+    if not torch.finfo(torch.float32).tiny <= float(scale) < float("inf"):
         raise WeightsError(
-            f"{name!r} is {number}; a scale of the KV cache is positive and finite: calibrate anew"
+            f"{name!r} is {float(value)}; a scale of the KV cache is positive and finite, and a "
+            "normal number in float32: calibrate anew"
         )
-    return value.reshape(1)
+    return scale

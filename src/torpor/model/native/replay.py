@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -56,7 +57,7 @@ class Replay:
 
         Args:
             compute: of context, inputs and weights alone, by the kernels of `calls`.
-            context: kept by reference; another one is another pass.
+            context: another one is another pass. Not kept alive.
             inputs: [T, ...] each, the same sizes whenever T is the same; may be overwritten.
             repeats: False where that is not so.
         """
@@ -110,7 +111,8 @@ class _Pass:
     """One pass, and its tape if it can be repeated."""
 
     def __init__(self, compute: Compute, context: object) -> None:
-        self._compute, self._context = compute, context
+        # The context holds tensors of its last step, which are nobody's once it has ended.
+        self._compute, self._context = compute, ref(context)
         self._tape: Tape | None = None
         self._places: list[torch.Tensor] = []
         self._result: torch.Tensor | None = None
@@ -131,7 +133,7 @@ class _Pass:
 
     def is_of(self, compute: Compute, context: object) -> bool:
         """Whether it is the same pass still, over the same memory."""
-        same = self._compute == compute and self._context is context
+        same = self._compute == compute and self._context() is context
         return same and (self._tape is None or self._tape.reads_the_same())
 
     def repeat(self, calls: Calls, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
