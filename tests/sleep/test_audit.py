@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import json
 from dataclasses import dataclass
@@ -143,6 +144,7 @@ def test_gradients_without_an_optimizer_are_resident(sleeper_for: SleeperMaker) 
 
 
 def test_tensors_of_others_are_listed_apart(sleeper_for: SleeperMaker) -> None:
+    gc.collect()  # what other tests left in cycles is alive, and would be listed
     helper = Helper(torch.ones(12345), {"rows": [torch.ones(12346)]})
     local = torch.ones(12347)
     sleeper = sleeper_for(nn.Linear(2, 2))
