@@ -4,9 +4,10 @@ Run: python benchmarks/engine_cpu.py [--json FILE] [--rounds 5] [--processes 3] 
 
 Every engine runs in a virtual environment of its own, made here and kept, as one worker process
 that loads the same weights once. Rounds alternate between the workers with the same prompts of
-random tokens, new ones in every round; all but the one that computes are stopped. The bound is
-nothing but the matrix products of the model's shapes, in its own worker in the same rounds. Medians
-over the rounds of a process, then over fresh processes.
+random tokens, new ones in every round; all but the one that computes are stopped. A short turn of
+the same worker, which does not count, comes before each sample. The bound is nothing but the matrix
+products of the model's shapes, in its own worker in the same rounds. Medians over the rounds of a
+process, then over fresh processes.
 
 A sample is void when other processes used the processor while it was taken, and its round is then
 repeated; the whole run is void when the machine was busy at its start. An engine that cannot be
@@ -278,6 +279,13 @@ class Run:
         warm_up: bool,
     ) -> dict[str, Any] | None:
         worker = workers[name]
+        if not warm_up and name != "bound":
+            # Who was still for longer is slower at first; nobody is, just after its last turn.
+            self._turn(
+                workers, name, case, case.prompts(repr(prompts[0]), self.vocab_size), warm_up=True
+            )
+            if name not in workers:
+                return None
         load_before = quiet.load_average()
         before = quiet.read([os.getpid(), *worker.pids])
         try:

@@ -154,6 +154,7 @@ class GrammarCompiler:
             raise _refused(params, str(error)) from error
         if matcher.is_error():
             raise _refused(params, _reason(matcher))
+
         def forget() -> None:
             self._kept.pop(params, None)
 
