@@ -81,6 +81,20 @@ async def started(engine: AsyncLLM, index: int = 1, **more: Any) -> tuple[Any, l
     return task, outputs
 
 
+def held_steps(engine: AsyncLLM) -> tuple[threading.Event, threading.Event]:
+    """Steps end only once the first event is set; the second is set when one has begun."""
+    hold, entered = threading.Event(), threading.Event()
+    launch = engine.engine.core._runner.launch
+
+    def slow(step: Any) -> Any:
+        entered.set()
+        assert hold.wait(30)
+        return launch(step)
+
+    engine.engine.core._runner.launch = slow  # type: ignore[method-assign]
+    return hold, entered
+
+
 def test_many_tasks_get_what_each_gets_alone(
     tiny_folder: Path, expected: list[tuple[int, ...]]
 ) -> None:
@@ -330,15 +344,7 @@ def test_updates_between_pairs_let_no_step_in(tiny_folder: Path, other_folder: P
 
 def test_the_loop_stays_responsive_while_the_model_steps_and_sleeps(tiny_folder: Path) -> None:
     async def body(engine: AsyncLLM) -> None:
-        hold, entered = threading.Event(), threading.Event()
-        launch = engine.engine.core._runner.launch
-
-        def slow(step: Any) -> Any:
-            entered.set()
-            assert hold.wait(30)
-            return launch(step)
-
-        engine.engine.core._runner.launch = slow  # type: ignore[method-assign]
+        hold, entered = held_steps(engine)
         first = asyncio.create_task(last(engine, PROMPTS[0]))
         while not entered.is_set():
             await asyncio.sleep(0)
@@ -562,15 +568,7 @@ def test_the_wait_is_counted_from_the_beginning_of_the_nap(
     async def body(engine: AsyncLLM) -> None:
         # The second one waits in line for longer than the time limit, with the model awake.
         running, _ = await started(engine, 1)
-        hold, entered = threading.Event(), threading.Event()
-        launch = engine.engine.core._runner.launch
-
-        def slow(step: Any) -> Any:
-            entered.set()
-            assert hold.wait(30)
-            return launch(step)
-
-        engine.engine.core._runner.launch = slow  # type: ignore[method-assign]
+        hold, entered = held_steps(engine)
         queued = asyncio.create_task(last(engine, PROMPTS[0]))
         while not entered.is_set():
             await asyncio.sleep(0)

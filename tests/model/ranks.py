@@ -15,7 +15,7 @@ from torch.nn import functional
 from torpor.model.checkpoints.files import ModelFiles
 from torpor.model.checkpoints.load import build_model
 from torpor.model.layers.decoder import DecoderForCausalLM
-from torpor.sleep.classes import OwnershipClass
+from torpor.model.layers.derived import own_derived
 from torpor.sleep.shards import ALONE, ShardRule, TensorParallel
 from torpor.sleep.sleeper import Sleeper
 from torpor.sleep.source import SliceTable
@@ -50,14 +50,7 @@ def loaded(files: ModelFiles, spill_dir: Path, tp: TensorParallel = ALONE) -> It
     table = model.slice_table()
     sleeper = Sleeper(model, reload=files.source, slices=table, spill_dir=spill_dir, poison=True)
     try:
-        for entry in model.derived():
-            sleeper.own(
-                entry.tensor,
-                name=entry.name,
-                cls=OwnershipClass.DERIVED,
-                sources=entry.sources,
-                rebuild=entry.rebuild,
-            )
+        own_derived(sleeper, model.derived())
         sleeper.reload_weights()
         yield Rank(tp, model, sleeper, table)
     finally:

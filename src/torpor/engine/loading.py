@@ -34,6 +34,7 @@ from torpor.errors import CheckpointError, WeightsIncompleteError
 from torpor.model.checkpoints.dummy import DummySource
 from torpor.model.checkpoints.load import build_model
 from torpor.model.checkpoints.resolve import resolve_model
+from torpor.model.layers.derived import own_derived
 from torpor.model.layers.ops import use_ops
 from torpor.sleep.building import building
 from torpor.sleep.classes import OwnershipClass
@@ -102,7 +103,7 @@ def load_parts(args: EngineArgs, *, ready: Callable[[], None]) -> Parts:
         check_nan=args.check_nan,
     )
     try:
-        _own_derived(sleeper, module)
+        own_derived(sleeper, module.derived())
         sinks = Sinks(module.static_sinks(), args)
         memory = allocate_kv_cache(
             sleeper,
@@ -147,17 +148,6 @@ def _read_weights(sleeper: Sleeper, files: ModelFiles) -> None:
             "fetch its files again",
             missing,
         ) from error
-
-
-def _own_derived(sleeper: Sleeper, module: DecoderForCausalLM) -> None:
-    for derived in module.derived():
-        sleeper.own(
-            derived.tensor,
-            name=derived.name,
-            cls=OwnershipClass.DERIVED,
-            sources=derived.sources,
-            rebuild=derived.rebuild,
-        )
 
 
 def _core(
