@@ -11,6 +11,7 @@ from tests.model.native_kernels import native_library
 
 from torpor.model.native import replay
 from torpor.model.native.calls import Calls
+from torpor.model.native.library import Library
 from torpor.model.native.ops import NativeOps
 from torpor.model.native.replay import MAX_TOKENS, Replay
 
@@ -68,6 +69,41 @@ def test_a_repeated_pass_has_the_bits_of_one_computed() -> None:
             assert torch.equal(bench.run(x), bench.expected(x))
             assert torch.equal(x, before)
     assert bench.computed == 3
+
+
+def test_a_long_pass_is_noted_first_and_then_made_in_one_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+    repeat = Library.repeat
+
+    def counted(self: Library, calls: int, count: int) -> None:
+        made.append(count)
+        repeat(self, calls, count)
+
+    monkeypatch.setattr(Library, "repeat", counted)
+    x = rows(200)
+    bench = Bench(lambda x: x[:, :WIDTH].view(x.shape))
+    bench.run(x)
+    assert made == [8]
+    made.clear()
+    bench = Bench(lambda x: x.exp())
+    bench.run(x)
+    assert made == [1, 4, 3]
+
+
+def test_memory_that_only_a_noted_call_reads_outlives_it() -> None:
+    """torch gives what nobody refers to any more to the next one who asks."""
+    bench = Bench()
+    x = rows(200)
+
+    def compute(ops: NativeOps, x: torch.Tensor) -> torch.Tensor:
+        normed = ops.rms_norm(x * 2, bench.gain, 1e-5)
+        torch.full_like(x, float("nan"))
+        return ops.linear(normed, bench.weights[0] + 1, None)
+
+    got = bench.ops.run_pass(compute, bench.ops, x.clone())
+    assert torch.equal(got, compute(bench.plain, x))
 
 
 def test_long_passes_are_computed_each_time() -> None:
@@ -162,12 +198,13 @@ def threads() -> object:
         lambda x: torch.cat([part.exp() for part in x.split(1)]),
     ],
 )
+@pytest.mark.parametrize("count", [4, 200])
 def test_what_torch_computes_on_the_way_is_never_left_out(
-    between: Callable[[torch.Tensor], torch.Tensor],
+    between: Callable[[torch.Tensor], torch.Tensor], count: int
 ) -> None:
     bench = Bench(between)
     for seed in range(3):
-        x = rows(4, seed)
+        x = rows(count, seed)
         assert torch.equal(bench.run(x), bench.expected(x))
     assert bench.computed == 3
 
@@ -211,7 +248,7 @@ def test_a_pass_that_fails_is_forgotten() -> None:
 def test_results_that_find_no_room_are_computed_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "ROOM_BYTES", 8 << 10)
     bench = Bench()
-    for count, computed in ((1, 1), (1, 1), (32, 2), (32, 3)):
+    for count, computed in ((1, 1), (1, 1), (32, 2), (32, 3), (200, 4), (200, 5)):
         x = rows(count)
         assert torch.equal(bench.run(x), bench.expected(x))
         assert bench.computed == computed

@@ -124,15 +124,16 @@ class NativeAttention(LseAttention):
         q_THD, k_THD, v_THD = map(_with_heads_together, (q_THD, k_THD, v_THD))
         out_THD = self._calls.empty((*q_THD.shape[:2], spec.v_dim), q_THD.dtype)
         lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32) if with_lse else None
+        address = self._calls.address
         tokens = Tokens(
-            q_THD.data_ptr(),
-            k_THD.data_ptr(),
-            v_THD.data_ptr(),
+            address(q_THD),
+            address(k_THD),
+            address(v_THD),
             q_THD.stride(0),
             k_THD.stride(0),
             v_THD.stride(0),
-            out_THD.data_ptr(),
-            None if lse_TH is None else lse_TH.data_ptr(),
+            address(out_THD),
+            address(lse_TH),
         )
         self._calls.call(
             self._kernels[q_THD.dtype],

@@ -1,7 +1,9 @@
-"""Calls of kernels, which can be kept and made again without Python.
+"""Calls of kernels, which can be noted, made all at once, and made again without Python.
 
-A step of a small model is hundreds of short calls; between them Python's own work takes a good part
-of the time. Calls whose addresses and sizes stay the same need it only once.
+A pass is hundreds of calls; between them Python's own work takes a good part of the time where they
+are short. Where they are long each empties the processor's caches, and what Python does after it
+takes ten times as long. Calls that are noted first cost Python little, and those whose addresses
+and sizes stay the same need it only once.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ import torch
 from torpor.model.native.library import Kernel, Library
 from torpor.model.native.room import Room
 
+AT_A_TIME = 64
+"""Calls that are made without a look at what Python wants meanwhile."""
+
 
 class Calls:
     """Calls the kernels of one engine.
 
-    While there is a `Tape`, it keeps them; while there is a `Room`, results have their memory there
-    as far as it goes.
+    While there is a `Tape`, they are noted there and made when it says; while there is a `Room`,
+    results have their memory there as far as it goes.
     """
 
     def __init__(self, library: Library) -> None:
@@ -34,9 +39,10 @@ class Calls:
     def call(self, kernel: Kernel, *arguments: int | None) -> None:
         """Call a kernel with integers and addresses; None is the null address."""
         block = (ctypes.c_int64 * len(arguments))(*(each or 0 for each in arguments))
-        if self.tape is not None:
-            self.tape.keep(kernel, block)
-        kernel.function(block)
+        if self.tape is None:
+            kernel.function(block)
+        else:
+            self.tape.note(kernel, block)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory for a result."""
@@ -44,8 +50,17 @@ class Calls:
         if found is not None:
             return found
         if self.tape is not None:
-            self.tape.overflow = True
+            return self.tape.overflow(shape, dtype)
         return torch.empty(shape, dtype=dtype)
+
+    def address(self, memory: torch.Tensor | None) -> int | None:
+        """Where a call finds memory; to be asked by whoever notes the call, before it does."""
+        if memory is None:
+            return None
+        address = memory.data_ptr()
+        if self.tape is not None and (self.room is None or not self.room.spans(address)):
+            self.tape.hold(memory)
+        return address
 
     def reads(self, *weights: torch.Tensor | None) -> None:
         """Say which weights the next calls read."""
@@ -55,7 +70,7 @@ class Calls:
             )
 
     def pin(self, structure: ctypes.Structure) -> int:
-        """Address of a structure that lives as long as kept calls that name it; the caller's own
+        """Address of a structure that lives as long as noted calls that name it; the caller's own
         reference is what keeps it else."""
         if self.tape is not None:
             self.tape.structures.append(structure)
@@ -69,32 +84,64 @@ class _Call(ctypes.Structure):
 
 
 class Tape:
-    """Calls in order; made again, they find what they need if their results lie where they lay."""
+    """Calls in order. Made again, they find what they need if their results lie where they lay."""
 
-    def __init__(self) -> None:
+    def __init__(self, library: Library) -> None:
         """Start with no calls."""
         self.structures: list[ctypes.Structure] = []
         self.weights: list[tuple[torch.Tensor, int]] = []
         """What the calls read, and the addresses they know."""
-        self.overflow = False
+        self.overflowed = False
         """Whether a result found no room; the calls cannot be made again then."""
-        self._kept: list[tuple[int, ctypes.Array[ctypes.c_int64]]] = []
+        self._library = library
+        self._noted: list[tuple[int, ctypes.Array[ctypes.c_int64]]] = []
+        self._made = 0
+        self._held: list[torch.Tensor] = []
         self._calls: ctypes.Array[_Call] | None = None
 
-    def keep(self, kernel: Kernel, arguments: ctypes.Array[ctypes.c_int64]) -> None:
-        """Add a call."""
-        self._kept.append((kernel.address, arguments))
+    def note(self, kernel: Kernel, arguments: ctypes.Array[ctypes.c_int64]) -> None:
+        """Add a call; it is not made yet."""
+        self._noted.append((kernel.address, arguments))
+
+    def hold(self, memory: torch.Tensor) -> None:
+        """Keep what lies outside the room until the call noted next has been made. What lies in
+        the room may be given to somebody else at once: only calls write there, in their order."""
+        self._held.append(memory)
+
+    def overflow(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a result that found no room, after everything before it: so no more of it
+        is held at a time than without a tape."""
+        self.overflowed = True
+        self.make()
+        with torch._C.DisableTorchFunction():  # memory alone is nothing that is computed
+            return torch.empty(shape, dtype=dtype)
+
+    def make(self) -> None:
+        """Make the calls that are noted and not made yet."""
+        self._make(_array(self._noted[self._made :]))
+        self._made = len(self._noted)
+        self._held.clear()
 
     def reads_the_same(self) -> bool:
         """Whether all weights are where they were."""
         return all(weight.data_ptr() == address for weight, address in self.weights)
 
     def finish(self) -> None:
-        """No more calls will come."""
-        made = [_Call(address, ctypes.addressof(block)) for address, block in self._kept]
-        self._calls = (_Call * len(made))(*made)
+        """No more calls will come; those there are can be made again."""
+        self._calls = _array(self._noted)
 
-    def repeat(self, library: Library) -> None:
+    def repeat(self) -> None:
         """Make all calls again."""
         assert self._calls is not None, "an unfinished tape"
-        library.repeat(ctypes.addressof(self._calls), len(self._calls))
+        self._make(self._calls)
+
+    def _make(self, calls: ctypes.Array[_Call]) -> None:
+        """Some at a time, so that an interrupt is noticed."""
+        for first in range(0, len(calls), AT_A_TIME):
+            count = min(AT_A_TIME, len(calls) - first)
+            self._library.repeat(ctypes.addressof(calls) + first * ctypes.sizeof(_Call), count)
+
+
+def _array(calls: Sequence[tuple[int, ctypes.Array[ctypes.c_int64]]]) -> ctypes.Array[_Call]:
+    made = [_Call(address, ctypes.addressof(block)) for address, block in calls]
+    return (_Call * len(made))(*made)

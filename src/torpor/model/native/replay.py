@@ -1,8 +1,9 @@
-"""A forward pass of few tokens, computed once in Python and repeated without it.
+"""A forward pass: noted by Python, then computed in one go; one of few tokens is kept and repeated.
 
-What torch itself computes on the way would be missing in a repetition. So torch's functions are
-watched while calls are kept: a pass in which it does more than look at memory is never repeated.
-Weights that were given other memory since, and another context, are noticed before each repetition.
+What torch itself computes on the way would come too early, and be missing in a repetition. So
+torch's functions are watched while calls are noted: before it does more than look at memory, all
+calls so far are made, and such a pass is never repeated. Weights that were given other memory
+since, and another context, are noticed before each repetition.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torpor.model.native.calls import Calls, Tape
 from torpor.model.native.room import Room
 
 MAX_TOKENS = 64
-"""With more, what Python takes no longer counts."""
+"""With more, repetition is not worth what is kept for it."""
 ROOM_BYTES = 64 << 20
 """For the results of a pass that live at a time. Where a pass needs more, products take so long
 that its memory no longer counts."""
@@ -62,7 +63,13 @@ class Replay:
             repeats: False where that is not so.
         """
         tokens = inputs[0].shape[0]
-        if tokens > MAX_TOKENS or not repeats:
+        if tokens > MAX_TOKENS:
+            tape = Tape(self._calls.library)
+            with self._results_in(Room(self._memory), tape), _Watch(tape):
+                result = compute(context, *inputs)
+            tape.make()
+            return result
+        if not repeats:
             with self._results_in(Room(self._memory)):
                 return compute(context, *inputs)
         epoch = self._current_epoch()
@@ -78,21 +85,22 @@ class Replay:
         if not kept.repeats:
             with self._results_in(Room(self._memory)):
                 return compute(context, *inputs)
-        return kept.repeat(self._calls, inputs)
+        return kept.repeat(inputs)
 
     def _record(
         self, compute: Compute, context: object, inputs: Sequence[torch.Tensor]
     ) -> tuple[_Pass, torch.Tensor]:
-        room, tape = Room(self._memory), Tape()
+        room, tape = Room(self._memory), Tape(self._calls.library)
         places = [room.empty(each.shape, each.dtype) for each in inputs]
         given = [
             each if place is None else place.copy_(each)
             for place, each in zip(places, inputs, strict=True)
         ]
-        with self._results_in(room, tape), _Watch() as watch:
+        with self._results_in(room, tape), _Watch(tape) as watch:
             result = compute(context, *given)
+        tape.make()
         kept = _Pass(compute, context)
-        if None not in places and not watch.computed and not tape.overflow:
+        if None not in places and not watch.computed and not tape.overflowed:
             tape.finish()
             # The room is every pass's: the next one may write where this result lies.
             result = kept.keep(tape, room, given, result)
@@ -136,22 +144,24 @@ class _Pass:
         same = self._compute == compute and self._context() is context
         return same and (self._tape is None or self._tape.reads_the_same())
 
-    def repeat(self, calls: Calls, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    def repeat(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The result for other inputs."""
         assert self._tape is not None, "a pass without a tape"
         assert self._result is not None, "a tape without a result"
         for place, each in zip(self._places, inputs, strict=True):
             place.copy_(each)
-        self._tape.repeat(calls.library)
+        self._tape.repeat()
         return self._result
 
 
 class _Watch(TorchFunctionMode):
-    """Notices what torch computes, reads, or gets memory for; looking at memory is harmless."""
+    """Makes noted calls before torch computes, reads, or gets memory for anything; looking at
+    memory is harmless."""
 
-    def __init__(self) -> None:
+    def __init__(self, tape: Tape) -> None:
         super().__init__()
         self.computed = False
+        self._tape = tape
 
     def __torch_function__(
         self,
@@ -160,13 +170,13 @@ class _Watch(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if name not in _QUESTIONS:
-            results = result if isinstance(result, list | tuple) else [result]
-            source = args[0] if args else None
-            if name not in _VIEWS or not all(_looks_at(source, each) for each in results):
-                self.computed = True
+        if name in _QUESTIONS or name in _VIEWS or _gives_a_view(name, args):
+            return func(*args, **(kwargs or {}))
+        self._tape.make()
+        result = func(*args, **(kwargs or {}))
+        if name not in _PERHAPS_VIEWS or not _looks_at(args[0], result):
+            self.computed = True
         return result
 
 
@@ -180,12 +190,23 @@ _QUESTIONS = frozenset(
 
 _VIEWS = frozenset(
     {
-        *("__getitem__", "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"),
-        *("transpose", "t", "permute", "expand", "split", "chunk", "narrow", "select"),
-        *("contiguous", "detach"),
+        *("view", "unflatten", "unsqueeze", "squeeze", "transpose", "t", "permute", "expand"),
+        *("split", "chunk", "narrow", "select", "unbind", "detach"),
     }
 )
-"""What gives a view, or may; whether it did is looked at too."""
+"""What gives a view, or raises."""
+
+_PERHAPS_VIEWS = frozenset({"__getitem__", "reshape", "flatten", "contiguous"})
+"""What gives a view of some tensors and a copy of others."""
+
+
+def _gives_a_view(name: str, args: Sequence[Any]) -> bool:
+    """Whether one of `_PERHAPS_VIEWS` is known to give a view of its first argument."""
+    if name == "__getitem__":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        # A bool is an int, and makes a copy.
+        return all(each is None or each is ... or type(each) in (int, slice) for each in index)
+    return name in _PERHAPS_VIEWS and len(args) > 0 and bool(args[0].is_contiguous())
 
 
 def _looks_at(source: Any, result: Any) -> bool:

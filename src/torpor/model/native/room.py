@@ -30,6 +30,7 @@ class Room:
         """
         self._memory = memory
         self._bytes = memory.numpy()
+        self._first = memory.data_ptr()
         self._free = [(0, memory.numel())]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
@@ -45,9 +46,13 @@ class Room:
         with torch._C.DisableTorchFunction():  # memory alone is nothing that is computed
             return _typed(torch.from_numpy(piece), shape, dtype)
 
+    def spans(self, address: int) -> bool:
+        """Whether an address is in it."""
+        return self._first <= address < self._first + self._memory.numel()
+
     def at_the_place_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same place, as a part of the memory itself."""
-        start = tensor.data_ptr() - self._memory.data_ptr()
+        start = tensor.data_ptr() - self._first
         nbytes = tensor.numel() * tensor.dtype.itemsize
         assert 0 <= start <= self._memory.numel() - nbytes, "a result from elsewhere"
         return _typed(self._memory[start : start + nbytes], tensor.shape, tensor.dtype)
