@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -80,7 +81,7 @@ class NativeAttention(LseAttention):
         self._tile_tokens = {
             layer: library.tokens_of_a_tile(each) for layer, each in self._layers.items()
         }
-        self._team = library.team(self._threads)
+        self._parts, self._team = self._threads, library.team(self._threads)
         self._batch: _Batch | None = None
         self._steps: dict[tuple[int, int], tuple[Step, np.ndarray]] = {}
         """By heads of a KV head and tokens of a tile. Kept calls know a structure by its address:
@@ -106,11 +107,11 @@ class NativeAttention(LseAttention):
         tables_RB, slots_T = batch.block_tables_RB.contiguous(), batch.slots_T.contiguous()
         contexts_R = np.array(batch.context_lens, dtype=np.int64)
         self._batch = _Batch(batch, tables_RB, slots_T, starts_R, contexts_R)
+        # Scratch memory is for the threads there were; torch may have been told of another number.
+        self._parts = min(torch.get_num_threads(), self._threads)
+        self._team = self._library.team(self._parts)
         for geometry, (step, _) in self._steps.items():
             self._steps[geometry] = step, self._plan(step, *geometry)
-        # Scratch memory is for the threads there were; torch may have been told of another number.
-        threads = min(torch.get_num_threads(), self._threads)
-        self._team = self._library.team(threads)
 
     def _attend(
         self,
@@ -166,9 +167,18 @@ class NativeAttention(LseAttention):
             items += (
                 (row, first, min(size, count - first), form) for first in range(0, count, size)
             )
-        # The longest first, so that threads end together.
-        contexts = batch.context_lens
-        items.sort(key=lambda item: -item[2] * (contexts[item[0]] + item[1] + item[2]))
+        contexts, parts = batch.context_lens, self._parts
+        # Each thread begins with a part, of tokens that it computed the queries of. The longest
+        # first, so that threads end together.
+        bounds = [part * len(items) // parts for part in range(parts + 1)]
+        items = [
+            item
+            for first, last in pairwise(bounds)
+            for item in sorted(
+                items[first:last],
+                key=lambda item: -item[2] * (contexts[item[0]] + item[1] + item[2]),
+            )
+        ]
         items_N4 = np.array(items, dtype=np.int64)
         step.tables = rows.tables_RB.data_ptr()
         step.table_width = rows.tables_RB.shape[1]

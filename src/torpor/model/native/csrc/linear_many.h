@@ -12,6 +12,12 @@ constexpr int64_t kPanel = 64;      // outputs of a panel
 constexpr int64_t kDepth = 288;     // of K in a panel: with it, what stays in the cache
 constexpr int64_t kBlockRows = 504;
 
+// Rows of a block, as many in each as can be.
+INLINE int64_t block_rows(int64_t rows) {
+  const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
+  return ((rows + blocks - 1) / blocks + kWide - 1) / kWide * kWide;
+}
+
 // to[rows, kPanel] = x[rows, K] w[kPanel, K]^T + bias, of rows from m on and outputs from n on.
 static void panel(const Linear<float, float>& a, int64_t m, int64_t rows, int64_t n, float* to,
                   int64_t stride) {
@@ -37,10 +43,10 @@ static void panel(const Linear<float, float>& a, int64_t m, int64_t rows, int64_
 }
 
 static void linear_many(Team* team, const Linear<float, float>& a) {
-  const int64_t panels = a.N / kPanel, blocks = (a.M + kBlockRows - 1) / kBlockRows;
+  const int64_t panels = a.N / kPanel, each = block_rows(a.M), blocks = (a.M + each - 1) / each;
   together(team, true, panels * blocks, [&](int64_t item, int64_t, const auto&) {
-    const int64_t n = item / blocks * kPanel, m = item % blocks * kBlockRows;
-    const int64_t rows = a.M - m < kBlockRows ? a.M - m : kBlockRows;
+    const int64_t n = item % panels * kPanel, m = item / panels * each;
+    const int64_t rows = a.M - m < each ? a.M - m : each;
     panel(a, m, rows, n, a.y + m * a.y_stride + n, a.y_stride);
   });
   Linear<float, float> rest = a;
@@ -58,11 +64,11 @@ INLINE bool gates_many(int64_t rows, int64_t width) {
 // y[M, N / 2] = silu(gate) * up of the N outputs, gate first, which are never in memory as a whole.
 static void linear_gated(Team* team, const Linear<float, float>& a) {
   const int64_t width = a.N / 2;
-  const int64_t panels = width / kPanel, blocks = (a.M + kBlockRows - 1) / kBlockRows;
+  const int64_t panels = width / kPanel, each = block_rows(a.M), blocks = (a.M + each - 1) / each;
   together(team, true, panels * blocks, [&](int64_t item, int64_t, const auto&) {
     alignas(64) float gate[kBlockRows * kPanel], up[kBlockRows * kPanel];
-    const int64_t n = item / blocks * kPanel, m = item % blocks * kBlockRows;
-    const int64_t rows = a.M - m < kBlockRows ? a.M - m : kBlockRows;
+    const int64_t n = item % panels * kPanel, m = item / panels * each;
+    const int64_t rows = a.M - m < each ? a.M - m : each;
     panel(a, m, rows, n, gate, kPanel);
     panel(a, m, rows, width + n, up, kPanel);
     for (int64_t j = 0; j < rows; j++)
