@@ -54,6 +54,10 @@ SCRIPTS = {
 }
 """By worker: environment, script, dtype."""
 
+KV_CACHE_BYTES = 2 << 30
+"""Of torpor and vLLM. Both have touched all of it when the model is loaded."""
+SIZED = {"kv_cache_memory_bytes": KV_CACHE_BYTES}
+
 ARGUMENTS = {"torpor-invariant": {"batch_invariant": True}}
 """By worker: what its ``LLM`` is made with, beside what the command line says."""
 
@@ -226,7 +230,8 @@ class Run:
         threads = str(self.options.threads)
         command = ["--model", str(self.folder), "--dtype", dtype, "--threads", threads]
         if environment in ("torpor", "vllm") and name != "bound":
-            given = json.loads(getattr(self.options, f"{environment}_arguments"))
+            given = dict(SIZED) if environment == "torpor" else {}
+            given |= json.loads(getattr(self.options, f"{environment}_arguments"))
             given |= ARGUMENTS.get(name, {})
             command += ["--arguments", json.dumps(given)]
         return Worker(name, python, script, command, self._variables(environment, python))
@@ -238,7 +243,7 @@ class Run:
         if environment == "vllm":
             found |= {
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                "VLLM_CPU_KVCACHE_SPACE": "2",
+                "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_BYTES >> 30),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "VLLM_NO_USAGE_STATS": "1",
             }

@@ -51,6 +51,7 @@ def test_the_defaults_are_these() -> None:
         "block_size": 16,
         "kv_cache_memory_bytes": None,
         "num_gpu_blocks_override": None,
+        "prefault_kv_cache": None,
         "enable_prefix_caching": True,
         "batch_invariant": False,
         "cpu_kernels": "auto",
@@ -186,6 +187,14 @@ def test_a_flag_is_true_or_false(name: str, value: Any) -> None:
     options: Any = {name: value}
     with pytest.raises(ArgumentError, match=rf"{name} is .*; give True or False"):
         engine_args("m", options)
+
+
+def test_the_cache_is_taken_at_once_or_not_or_as_its_size_says() -> None:
+    for value in (True, False, None):
+        assert engine_args("m", {"prefault_kv_cache": value}).prefault_kv_cache is value
+    wrong: Any = {"prefault_kv_cache": 1}
+    with pytest.raises(ArgumentError, match="prefault_kv_cache is 1; give True, False or None"):
+        engine_args("m", wrong)
 
 
 @pytest.mark.parametrize(

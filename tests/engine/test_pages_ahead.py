@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
+from torpor import LLM
+from torpor.engine.args import EngineOptions
 from torpor.engine.steps.pages_ahead import CHUNK_BYTES, MOST_BYTES, PagesAhead
 from torpor.sleep.adopt import tensor_in
 from torpor.sleep.arena import Arena
@@ -137,6 +140,61 @@ def test_a_cache_that_nobody_uses_goes_while_it_is_touched() -> None:
     go_on.set()
     finish()
     assert counted == [CHUNK_BYTES]
+
+
+def test_all_is_touched_at_once_and_never_again() -> None:
+    touched = Touched()
+    pages = PagesAhead(touched.kv, touched)
+    pages.take_all(0, threads=3)
+    assert sorted(touched.ranges) == [
+        (start, MOST_BYTES) for start in range(0, SIZE, MOST_BYTES)
+    ], "each byte once"
+    pages.reach(10 * MIB, 0)
+    finish()
+    assert len(touched.ranges) == SIZE // MOST_BYTES
+    pages.reach(10 * MIB, 1)
+    finish()
+    assert len(touched.ranges) > SIZE // MOST_BYTES, "memory that came anew"
+
+
+def test_where_not_all_can_be_touched_the_rest_comes_ahead() -> None:
+    touched = Touched(most=SIZE - 1)
+    pages = PagesAhead(touched.kv, touched)
+    pages.take_all(0, threads=1)
+    touched.ranges.clear()
+    pages.reach(10 * MIB, 0)
+    finish()
+    assert touched.bounds == (10 * MIB, 20 * MIB)
+
+
+NBYTES = 16 * MIB
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, False),
+        ({"prefault_kv_cache": True}, True),
+        ({"kv_cache_memory_bytes": NBYTES}, True),
+        ({"kv_cache_memory_bytes": NBYTES, "prefault_kv_cache": False}, False),
+    ],
+    ids=["default", "asked", "sized", "sized and refused"],
+)
+def test_a_cache_of_a_given_size_has_its_memory_when_the_model_is_loaded(
+    tiny_folder: Path, options: EngineOptions, expected: bool
+) -> None:
+    with LLM(tiny_folder, poison=False, **options) as llm:
+        assert _has_all_its_pages(llm) == expected
+        llm.sleep()
+        llm.wake_up()
+        assert not _has_all_its_pages(llm), "after a wake it fills again"
+        assert llm.generate([[1, 2, 3]])[0].outputs[0].token_ids
+
+
+def _has_all_its_pages(llm: LLM) -> bool:
+    kv = llm.core._runner._clear.__self__.kv  # type: ignore[attr-defined]
+    resident = CpuDevice().resident_bytes([(kv.data_ptr(), kv.nbytes)])
+    return resident >= kv.nbytes
 
 
 def test_touching_keeps_content_and_brings_pages() -> None:

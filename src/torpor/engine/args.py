@@ -36,6 +36,7 @@ class EngineOptions(TypedDict, total=False):
     calculate_kv_scales: bool
     kv_cache_memory_bytes: int | None
     num_gpu_blocks_override: int | None
+    prefault_kv_cache: bool | None
     enable_prefix_caching: bool
     batch_invariant: bool
     cpu_kernels: str
@@ -88,6 +89,9 @@ class EngineArgs:
     1 GiB, at least one prompt of full length."""
     num_gpu_blocks_override: int | None = None
     """Size of the KV cache in blocks, on any device; wins over the size in bytes."""
+    prefault_kv_cache: bool | None = None
+    """On a CPU, whether the model's loading gets the cache's memory from the system, and not the
+    steps that fill it. None: where a size is given."""
     enable_prefix_caching: bool = True
     """Whether prompts that begin alike share what was computed for the beginning."""
     batch_invariant: bool = False
@@ -138,6 +142,9 @@ class EngineArgs:
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} is {shown(getattr(self, name))}; give True or False")
+        if not (self.prefault_kv_cache is None or isinstance(self.prefault_kv_cache, bool)):
+            told = shown(self.prefault_kv_cache)
+            raise ArgumentError(f"prefault_kv_cache is {told}; give True, False or None")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 known = " or ".join(map(repr, choices))
@@ -150,6 +157,13 @@ class EngineArgs:
         check_poison(self.poison)
         check_progress(self.progress)
         check_spill_dir(self.spill_dir)
+
+    @property
+    def prefaults_kv_cache(self) -> bool:
+        """Whether the cache's memory is taken when the model is loaded."""
+        if self.prefault_kv_cache is not None:
+            return self.prefault_kv_cache
+        return self.kv_cache_memory_bytes is not None or self.num_gpu_blocks_override is not None
 
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048

@@ -204,7 +204,7 @@ def _core(
         runner,
         sleeper,
         ready=ready,
-        pages=pages_ahead(memory, cache, sleeper),
+        pages=pages_ahead(memory, cache, sleeper, all_now=args.prefaults_kv_cache),
         kv_scales=lambda: kv_scales.values,
     )
     return core, cache

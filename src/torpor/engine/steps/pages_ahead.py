@@ -2,7 +2,8 @@
 
 The system gives a page at its first touch, and clears it then; on a virtual machine it must often
 first get it from its host. For a prompt of a thousand tokens that is up to a tenth of a second of
-its first token, so it is done when a processor is free, as far ahead as the cache is used at all.
+its first token, so it is done when the model is loaded, or when a processor is free, as far ahead
+as the cache is used at all.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 from weakref import ref
+
+import torch
 
 from torpor.sleep.cpu import HUGE_PAGE_BYTES, CpuDevice
 
 if TYPE_CHECKING:
-    import torch
-
     from torpor.cache.manager import KVCacheManager
     from torpor.engine.steps.kv_cache import KVCacheMemory
     from torpor.sleep.sleeper import Sleeper
@@ -49,6 +51,25 @@ class PagesAhead:
         self._done = 0
         self._target = 0
         self._busy = False
+
+    def take_all(self, epoch: int, threads: int) -> None:
+        """Touch the whole cache now, before any use.
+
+        Args:
+            epoch: as for `reach`.
+            threads: that touch at the same time; one alone often waits for the host.
+        """
+        starts = range(0, self._nbytes, MOST_BYTES)
+        with ThreadPoolExecutor(threads, "torpor-pages") as pool:
+            # Where it does not work, the steps get the pages.
+            done = pool.map(
+                lambda start: self._touch(
+                    self._address + start, min(MOST_BYTES, self._nbytes - start)
+                ),
+                starts,
+            )
+            if all(done):
+                self._epoch, self._done, self._target = epoch, self._nbytes, self._nbytes
 
     def reach(self, used: int, epoch: int) -> None:
         """Say how much is used; returns at once.
@@ -102,11 +123,20 @@ def _run(pages: ref[PagesAhead]) -> None:
 
 
 def pages_ahead(
-    memory: KVCacheMemory, cache: KVCacheManager, sleeper: Sleeper
+    memory: KVCacheMemory, cache: KVCacheManager, sleeper: Sleeper, *, all_now: bool
 ) -> Callable[[], None]:
-    """What is to be called before each step, for this cache."""
+    """What is to be called before each step, for this cache.
+
+    Args:
+        memory: the cache.
+        cache: says how much of it is used.
+        sleeper: says when the memory came.
+        all_now: touch all of it before this returns.
+    """
     if memory.kv.device.type != "cpu":
         return lambda: None
     pages = PagesAhead(memory.kv, CpuDevice().touch)
+    if all_now:
+        pages.take_all(sleeper.kv_epoch, torch.get_num_threads())
     block_bytes = memory.layout.block_bytes
     return lambda: pages.reach((cache.pool.highest + 1) * block_bytes, sleeper.kv_epoch)
