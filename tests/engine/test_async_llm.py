@@ -165,8 +165,11 @@ def test_leaving_or_cancelling_an_iteration_aborts_its_request(tiny_folder: Path
         stream = engine.generate(PROMPTS[1], PARAMS)
         await anext(stream)
         await stream.aclose()
-        task, _ = await started(engine)
+        hold, entered = held_steps(engine)
+        task = asyncio.create_task(collect(engine, PROMPTS[1]))
+        assert await asyncio.to_thread(entered.wait, 30)
         task.cancel()
+        hold.set()
         with pytest.raises(asyncio.CancelledError):
             await task
         while engine.get_num_unfinished_requests():
@@ -248,13 +251,14 @@ def test_a_request_that_comes_late_in_a_nap_waits_as_long(
         await engine.sleep(1)
         with pytest.raises(AsleepError):
             await last(engine, "a")
+        # Were its time up already, it would fail in the wait before this one.
         late = asyncio.create_task(last(engine, PROMPTS[0]))
-        await asyncio.sleep(0.2)
+        await asyncio.wait([late], timeout=0.02)
         assert not late.done()
         await engine.wake_up()
         assert tokens(await late) == expected[0]
 
-    run(tiny_folder, body, asleep_timeout_s=0.5)
+    run(tiny_folder, body, asleep_timeout_s=1.0)
 
 
 @pytest.mark.parametrize(
