@@ -161,12 +161,14 @@ def test_an_abort_ends_one_request_alone(
 
 
 def test_leaving_or_cancelling_an_iteration_aborts_its_request(tiny_folder: Path) -> None:
+    long = SamplingParams(temperature=0, max_tokens=110, ignore_eos=True)
+
     async def body(engine: AsyncLLM) -> None:
-        stream = engine.generate(PROMPTS[1], PARAMS)
+        stream = engine.generate([7, 8, 9], long)
         await anext(stream)
         await stream.aclose()
         hold, entered = held_steps(engine)
-        task = asyncio.create_task(collect(engine, PROMPTS[1]))
+        task = asyncio.create_task(collect(engine, [7, 8, 9], long))
         assert await asyncio.to_thread(entered.wait, 30)
         task.cancel()
         hold.set()
@@ -174,6 +176,7 @@ def test_leaving_or_cancelling_an_iteration_aborts_its_request(tiny_folder: Path
             await task
         while engine.get_num_unfinished_requests():
             await asyncio.sleep(0)
+        assert engine.status()["num_steps"] < 110, "neither request was computed to its end"
         assert await engine.reset_prefix_cache()
 
     run(tiny_folder, body)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import gc
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from torpor import LLM
+from torpor.engine import loading
 from torpor.engine.args import EngineOptions
+from torpor.engine.steps import pages_ahead as pages_ahead_module
 from torpor.engine.steps.pages_ahead import CHUNK_BYTES, MOST_BYTES, PagesAhead
+from torpor.errors import OutOfMemoryError
 from torpor.sleep.adopt import tensor_in
 from torpor.sleep.arena import Arena
 from torpor.sleep.cpu import HUGE_PAGE_BYTES, CpuDevice
@@ -189,6 +193,33 @@ def test_a_cache_of_a_given_size_has_its_memory_when_the_model_is_loaded(
         llm.wake_up()
         assert not _has_all_its_pages(llm), "after a wake it fills again"
         assert llm.generate([[1, 2, 3]])[0].outputs[0].token_ids
+
+
+def test_a_cache_that_there_is_no_memory_for_is_not_touched(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touched: list[int] = []
+    taken = {"kv_cache_memory_bytes": NBYTES, "poison": False}
+
+    def less_than_it_was(device: CpuDevice) -> int:
+        return NBYTES // 2
+
+    def touch(device: CpuDevice, address: int, nbytes: int) -> bool:
+        touched.append(nbytes)
+        return True
+
+    original = pages_ahead_module.pages_ahead
+
+    def late(*args: Any, **options: Any) -> Any:
+        # Whoever else takes memory does so after the cache has its addresses.
+        monkeypatch.setattr(CpuDevice, "available_bytes", less_than_it_was)
+        return original(*args, **options)
+
+    monkeypatch.setattr(CpuDevice, "touch", touch)
+    monkeypatch.setattr(loading, "pages_ahead", late)
+    with pytest.raises(OutOfMemoryError, match=r"prefault_kv_cache=False$"):
+        LLM(tiny_folder, **taken)
+    assert not touched
 
 
 def _has_all_its_pages(llm: LLM) -> bool:

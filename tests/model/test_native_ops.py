@@ -80,7 +80,7 @@ def test_products_of_every_shape(dtype: torch.dtype, width: int) -> None:
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("rows", [127, 128, 130, 252, 253, 300])
+@pytest.mark.parametrize("rows", [127, 128, 130, 252, 253, 300, 505, 1009])
 @each_dtype
 def test_products_of_many_rows(dtype: torch.dtype, rows: int, batch_invariant: bool) -> None:
     ops = native(dtype, batch_invariant=batch_invariant)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from tests.model.native_kernels import native_library
 
 from torpor.model.native import replay
-from torpor.model.native.calls import Calls
+from torpor.model.native.calls import Calls, Tape
 from torpor.model.native.library import Library
 from torpor.model.native.ops import NativeOps
-from torpor.model.native.replay import MAX_TOKENS, Replay
+from torpor.model.native.replay import MAX_TOKENS, Replay, _Watch
 
 WIDTH = 48
 
@@ -92,18 +94,88 @@ def test_a_long_pass_is_noted_first_and_then_made_in_one_go(
     assert made == [1, 4, 3]
 
 
-def test_memory_that_only_a_noted_call_reads_outlives_it() -> None:
-    """torch gives what nobody refers to any more to the next one who asks."""
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_memory_that_only_a_noted_call_reads_outlives_it(
+    interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when a signal handler has all calls made between its address and its call."""
     bench = Bench()
     x = rows(200)
+    note = Tape.note
+
+    def handled(tape: Tape, *call: Any) -> None:
+        tape.make()
+        note(tape, *call)
+
+    if interrupted:
+        monkeypatch.setattr(Tape, "note", handled)
+    seen: list[weakref.ref[torch.Tensor]] = []
 
     def compute(ops: NativeOps, x: torch.Tensor) -> torch.Tensor:
-        normed = ops.rms_norm(x * 2, bench.gain, 1e-5)
-        torch.full_like(x, float("nan"))
-        return ops.linear(normed, bench.weights[0] + 1, None)
+        with torch._C.DisableTorchFunction():  # else it would have the calls made
+            other = x * 2
+        normed = ops.rms_norm(other, bench.gain, 1e-5)
+        seen.append(weakref.ref(other))
+        del other
+        if ops is bench.ops:
+            assert seen[0]() is not None
+        return ops.linear(normed, bench.weights[0], None)
 
     got = bench.ops.run_pass(compute, bench.ops, x.clone())
+    assert seen[0]() is None
     assert torch.equal(got, compute(bench.plain, x))
+
+
+def test_calls_are_made_once_when_a_signal_handler_computes_between_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replay, "ROOM_BYTES", 8 << 10)  # calls are made on the way then
+    repeat = Library.repeat
+
+    def interrupted(self: Library, calls: int, count: int) -> None:
+        repeat(self, calls, count)
+        torch.zeros(1)
+
+    monkeypatch.setattr(Library, "repeat", interrupted)
+    bench = Bench()
+    x = rows(200)
+    assert torch.equal(bench.run(x), bench.expected(x))
+
+
+@pytest.mark.parametrize("count", [4, 200])
+def test_an_interrupt_where_the_watch_ends_leaves_no_calls_behind(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench()
+    x = rows(count)
+    leave = _Watch.__exit__
+
+    def interrupted(self: Any, *reason: Any) -> None:
+        raise KeyboardInterrupt
+
+    def made(*_: Any) -> None:
+        raise AssertionError("a call of a pass that was interrupted")
+
+    monkeypatch.setattr(_Watch, "__exit__", interrupted)
+    with monkeypatch.context() as patch:
+        patch.setattr(Library, "repeat", made)
+        with pytest.raises(KeyboardInterrupt):
+            bench.run(x)
+        torch.zeros(1)  # the watch, which is there still, sees it
+    torch.overrides._pop_mode()
+    monkeypatch.setattr(_Watch, "__exit__", leave)
+    for _ in range(2):
+        assert torch.equal(bench.run(x), bench.expected(x))
+
+
+def test_a_pass_of_many_calls_on_several_threads(threads: None) -> None:
+    torch.set_num_threads(3)
+    bench = Bench()
+    bench.weights *= 10
+    for count in (5, 200):
+        for seed in range(3):
+            x = rows(count, seed)
+            assert torch.equal(bench.run(x), bench.expected(x))
 
 
 def test_long_passes_are_computed_each_time() -> None:

@@ -17,6 +17,7 @@ from weakref import ref
 
 import torch
 
+from torpor.errors import OutOfMemoryError
 from torpor.sleep.cpu import HUGE_PAGE_BYTES, CpuDevice
 
 if TYPE_CHECKING:
@@ -122,6 +123,18 @@ def _run(pages: ref[PagesAhead]) -> None:
         del found
 
 
+def _require_room(device: CpuDevice, kv: torch.Tensor) -> None:
+    # Touching more than there is ends the process, and perhaps others.
+    missing = kv.nbytes - device.resident_bytes([(kv.data_ptr(), kv.nbytes)])
+    available = device.available_bytes()
+    if missing > available:
+        raise OutOfMemoryError(
+            f"a KV cache of {kv.nbytes} bytes takes {missing} more and {available} are available "
+            "to this process; lower its size, or fill it as it is used with "
+            "prefault_kv_cache=False"
+        )
+
+
 def pages_ahead(
     memory: KVCacheMemory, cache: KVCacheManager, sleeper: Sleeper, *, all_now: bool
 ) -> Callable[[], None]:
@@ -132,11 +145,16 @@ def pages_ahead(
         cache: says how much of it is used.
         sleeper: says when the memory came.
         all_now: touch all of it before this returns.
+
+    Raises:
+        OutOfMemoryError: it is to be touched, and this process cannot have so much.
     """
     if memory.kv.device.type != "cpu":
         return lambda: None
-    pages = PagesAhead(memory.kv, CpuDevice().touch)
+    device = CpuDevice()
+    pages = PagesAhead(memory.kv, device.touch)
     if all_now:
+        _require_room(device, memory.kv)
         pages.take_all(sleeper.kv_epoch, torch.get_num_threads())
     block_bytes = memory.layout.block_bytes
     return lambda: pages.reach((cache.pool.highest + 1) * block_bytes, sleeper.kv_epoch)

@@ -168,7 +168,7 @@ class NativeAttention(LseAttention):
                 (row, first, min(size, count - first), form) for first in range(0, count, size)
             )
         contexts, parts = batch.context_lens, self._parts
-        # Each thread begins with a part, of tokens that it computed the queries of. The longest
+        # Each thread begins with a part, of tokens whose queries it likely turned. The longest
         # first, so that threads end together.
         bounds = [part * len(items) // parts for part in range(parts + 1)]
         items = [

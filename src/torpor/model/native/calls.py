@@ -96,7 +96,8 @@ class Tape:
         self._library = library
         self._noted: list[tuple[int, ctypes.Array[ctypes.c_int64]]] = []
         self._made = 0
-        self._held: list[torch.Tensor] = []
+        self._held: list[tuple[int, torch.Tensor]] = []
+        """By the number of the call that finds it."""
         self._calls: ctypes.Array[_Call] | None = None
 
     def note(self, kernel: Kernel, arguments: ctypes.Array[ctypes.c_int64]) -> None:
@@ -106,7 +107,7 @@ class Tape:
     def hold(self, memory: torch.Tensor) -> None:
         """Keep what lies outside the room until the call noted next has been made. What lies in
         the room may be given to somebody else at once: only calls write there, in their order."""
-        self._held.append(memory)
+        self._held.append((len(self._noted), memory))
 
     def overflow(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory for a result that found no room, after everything before it: so no more of it
@@ -117,10 +118,20 @@ class Tape:
             return torch.empty(shape, dtype=dtype)
 
     def make(self) -> None:
-        """Make the calls that are noted and not made yet."""
-        self._make(_array(self._noted[self._made :]))
+        """Make the calls that are noted and not made yet. Each is made once, also when a signal
+        handler has torch compute in the middle of this."""
+        noted = len(self._noted)
+        first, self._made = self._made, noted
+        self._make(_array(self._noted[first:noted]))
+        self._let_go()
+
+    def drop(self) -> None:
+        """Never make what is not made yet."""
         self._made = len(self._noted)
-        self._held.clear()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._held = [held for held in self._held if held[0] >= self._made]
 
     def reads_the_same(self) -> bool:
         """Whether all weights are where they were."""

@@ -8,8 +8,7 @@ since, and another context, are noticed before each repetition.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -64,14 +63,9 @@ class Replay:
         """
         tokens = inputs[0].shape[0]
         if tokens > MAX_TOKENS:
-            tape = Tape(self._calls.library)
-            with self._results_in(Room(self._memory), tape), _Watch(tape):
-                result = compute(context, *inputs)
-            tape.make()
-            return result
+            return self._note(compute, context, inputs, Room(self._memory))[0]
         if not repeats:
-            with self._results_in(Room(self._memory)):
-                return compute(context, *inputs)
+            return self._compute(compute, context, inputs)
         epoch = self._current_epoch()
         if epoch != self._epoch:
             self._passes.clear()
@@ -83,36 +77,51 @@ class Replay:
             self._passes[key] = kept
             return result
         if not kept.repeats:
-            with self._results_in(Room(self._memory)):
-                return compute(context, *inputs)
+            return self._compute(compute, context, inputs)
         return kept.repeat(inputs)
 
     def _record(
         self, compute: Compute, context: object, inputs: Sequence[torch.Tensor]
     ) -> tuple[_Pass, torch.Tensor]:
-        room, tape = Room(self._memory), Tape(self._calls.library)
+        room = Room(self._memory)
         places = [room.empty(each.shape, each.dtype) for each in inputs]
         given = [
             each if place is None else place.copy_(each)
             for place, each in zip(places, inputs, strict=True)
         ]
-        with self._results_in(room, tape), _Watch(tape) as watch:
-            result = compute(context, *given)
-        tape.make()
+        result, tape, computed = self._note(compute, context, given, room)
         kept = _Pass(compute, context)
-        if None not in places and not watch.computed and not tape.overflowed:
+        if None not in places and not computed and not tape.overflowed:
             tape.finish()
             # The room is every pass's: the next one may write where this result lies.
             result = kept.keep(tape, room, given, result)
         return kept, result
 
-    @contextlib.contextmanager
-    def _results_in(self, room: Room, tape: Tape | None = None) -> Iterator[None]:
-        self._calls.room, self._calls.tape = room, tape
+    def _note(
+        self, compute: Compute, context: object, inputs: Sequence[torch.Tensor], room: Room
+    ) -> tuple[torch.Tensor, Tape, bool]:
+        """The result, its calls, and whether torch computed on the way."""
+        calls, tape = self._calls, Tape(self._calls.library)
+        # An interrupt may come anywhere, even where the watch ends: calls that it leaves unmade
+        # must never be made, and nobody else's calls be noted with them.
         try:
-            yield
+            calls.room, calls.tape = room, tape
+            with _Watch(tape) as watch:
+                result = compute(context, *inputs)
+            tape.make()
         finally:
-            self._calls.room = self._calls.tape = None
+            calls.room = calls.tape = None
+            tape.drop()
+        return result, tape, watch.computed
+
+    def _compute(
+        self, compute: Compute, context: object, inputs: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        try:
+            self._calls.room = Room(self._memory)
+            return compute(context, *inputs)
+        finally:
+            self._calls.room = None
 
 
 class _Pass:
@@ -175,7 +184,7 @@ class _Watch(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         self._tape.make()
         result = func(*args, **(kwargs or {}))
-        if name not in _PERHAPS_VIEWS or not _looks_at(args[0], result):
+        if name not in _PERHAPS_VIEWS or not args or not _looks_at(args[0], result):
             self.computed = True
         return result
 
