@@ -19,12 +19,15 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 from hypothesis import settings
+from tqdm import tqdm
 
 from torpor.model.native.compiler import KernelsUnavailableError
 from torpor.model.native.library import load_library
 
 # One thread: small tensors gain nothing from two, and a busy machine makes the second one wait.
 torch.set_num_threads(1)
+# Whoever draws the first bar of a process would be charged with tqdm's thread, which stays.
+tqdm.monitor_interval = 0
 settings.register_profile("torpor", deadline=None, derandomize=True)
 settings.load_profile("torpor")
 

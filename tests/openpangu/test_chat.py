@@ -123,6 +123,18 @@ def test_another_switch_is_refused(tokenizer: Tokenizer, switch: object) -> None
         tokenizer.apply_chat_template(HI, chat_template_kwargs={"enable_thinking": switch})
 
 
+@pytest.mark.parametrize(
+    ("switch", "word"),
+    [(False, "/auto_think"), ("auto", "/no_think"), (True, "/no_think"), (True, "/auto_think")],
+)
+def test_two_switches_that_disagree_are_refused(
+    tokenizer: Tokenizer, switch: bool | str, word: str
+) -> None:
+    messages = [{"role": "user", "content": f"why? {word}"}]
+    with pytest.raises(RequestError, match=f"ends in '{word}'; leave one of them out"):
+        tokenizer.apply_chat_template(messages, chat_template_kwargs={"enable_thinking": switch})
+
+
 def test_a_switch_needs_a_user_message(tokenizer: Tokenizer) -> None:
     system = [{"role": "system", "content": "be kind"}]
     with pytest.raises(RequestError, match="no message is a user's"):

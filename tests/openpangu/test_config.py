@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from tests.openpangu.models import EMBEDDED, PRO_MOE, PRO_MOE_V2, ULTRA, ULTRA_SINKS, Config
 
-from torpor.errors import ConfigError
+from torpor.errors import ConfigError, OutOfMemoryError
+from torpor.model.checkpoints.load import new_model
 from torpor.model.config.config import ModelConfig, parse_config
 from torpor.model.config.features import MLAConfig, SinkConfig
 
@@ -95,7 +97,19 @@ def test_experts_under_all_spellings() -> None:
         (ULTRA, {"use_mome": True, "router_sliding_window": 3}, "use_mome is True"),
         (ULTRA, {"index_topk": 2048}, "index_topk is 2048"),
         (PRO_MOE_V2, {"qk_nope_dim": None}, "qk_nope_dim is missing"),
-        (PRO_MOE_V2, {"qk_rope_dim": 7}, "must be even"),
+        (PRO_MOE_V2, {"qk_rope_dim": 7}, " qk_rope_dim is 7; it must be even"),
+        (ULTRA, {"attention_qk_rope_dim": 7}, " attention_qk_rope_dim is 7; it must be even"),
+        (PRO_MOE_V2, {"qkv_bias": True}, " qkv_bias is True; it must be false with sinks"),
+        (ULTRA, {"qkv_bias": True}, " qkv_bias is True; it must be false with latent"),
+        (ULTRA, {"attention_v_dim": None}, " attention_v_dim is missing"),
+        (ULTRA_SINKS, {"attention_v_dim": None}, " attention_v_dim is missing"),
+        (EMBEDDED, {"num_dense_layers": 1}, " num_dense_layers = 1 is a feature"),
+        (PRO_MOE_V2, {"num_mtp_layers": True}, " num_mtp_layers is True"),
+        (PRO_MOE_V2, {"num_dense_layers": 1.0}, " num_dense_layers is 1.0"),
+        (PRO_MOE_V2, {"mlp_only_layers": [2]}, r"mlp_only_layers is \[2\]; .*first_k_dense"),
+        (PRO_MOE_V2, {"n_routed_experts": 10**7}, "n_routed_experts is 10000000; .* to 4096"),
+        (PRO_MOE, {"num_experts": 4097}, " num_experts is 4097; .* to 4096"),
+        (EMBEDDED, {"num_mtp_layers": 2**31 - 1}, " num_mtp_layers is 2147483647; .* to 4096"),
         (PRO_MOE_V2, {"v_channels": None}, "v_channels is missing"),
         (PRO_MOE_V2, {"head_dim": 16}, "head_dim is 16; it must be .*24"),
         (PRO_MOE_V2, {"bias": True}, " bias is True"),
@@ -130,3 +144,25 @@ def test_what_torpor_does_not_run_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         parsed(config, **overrides)
+
+
+def test_the_mixture_of_2025_and_the_one_that_bears_its_name() -> None:
+    alone = parsed(PRO_MOE).features.moe
+    assert alone is not None
+    assert alone.routing == "grouped"
+    named = parsed(PRO_MOE_V2, architectures=["PanguProMoEForCausalLM"])
+    assert named.features == parsed(PRO_MOE_V2).features
+
+
+def test_two_fields_for_layers_without_experts_may_say_the_same() -> None:
+    moe = parsed(PRO_MOE_V2).features.moe
+    for same in ({"mlp_only_layers": [0]}, {"mlp_only_layers": []}):
+        assert parsed(PRO_MOE_V2, **same).features.moe == moe
+    assert parsed(PRO_MOE_V2, first_k_dense_replace=None, mlp_only_layers=[0]).features.moe == moe
+
+
+@pytest.mark.parametrize("size", ["param_sink_number", "v_channels"])
+def test_buffers_that_there_is_no_memory_for_are_refused(size: str) -> None:
+    config = parsed(PRO_MOE_V2, **{size: 2**31 - 1, "param_sink_with_value": False})
+    with pytest.raises(OutOfMemoryError, match=r"config\.json ask for buffers"):
+        new_model(config, torch.float32)

@@ -40,6 +40,17 @@ def test_it_sleeps_and_wakes_bit_for_bit(folders: Folders, kind: str, placement:
         llm.verify()
 
 
+def test_what_corrects_the_choice_of_experts_is_not_rounded(folders: Folders) -> None:
+    stored = tensors(MODELS["pro moe v2"])
+    with LLM(folders("pro moe v2"), dtype="bfloat16", max_model_len=64) as llm:
+        held = dict(llm.core._runner._model.named_parameters())
+        names = [name for name in held if name.endswith("e_score_correction_bias")]
+        assert len(names) == 2, "of each layer with experts"
+        for name in names:
+            assert held[name].dtype == torch.float32
+            assert torch.equal(held[name], stored[name])
+
+
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize(("kind", "placement"), PLACED)
 def test_its_logits_are_near_the_references(

@@ -9,6 +9,7 @@ import torch
 from tests.model.attention_reference import KINDS, World, attention_spec
 from tests.openpangu.test_sinks import attended, normal
 
+from torpor.model.attention.interface import AttentionBatch
 from torpor.model.attention.kv_layout import KVLayout
 from torpor.model.attention.reserved_sinks import ReservedSinkAttention
 from torpor.model.layers.sinks import StaticSinkAttention
@@ -19,11 +20,17 @@ STEPS = [[(0, 40), (2, 33), (3, 7)], [(0, 29), (1, 1), (3, 8)], [(3, 1), (0, 1)]
 
 
 def worlds(
-    kind: str, sinks: int, block_size: int, window: int | None, *, zero_values: bool
+    kind: str,
+    sinks: int,
+    block_size: int,
+    window: int | None,
+    *,
+    zero_values: bool,
+    batch_invariant: bool = False,
 ) -> tuple[World, World, StaticSinkAttention]:
     """The same rows twice, the second over an arena with sinks in blocks of its own."""
     spec = attention_spec(heads=6, kv_heads=2, k_dim=24, v_dim=16, window=window)
-    shape = {"kind": kind, "block_size": block_size}
+    shape = {"kind": kind, "block_size": block_size, "batch_invariant": batch_invariant}
     one, other = (World([spec], LENGTHS, **shape) for _ in range(2))  # type: ignore[arg-type]
     layer = StaticSinkAttention(spec, sinks, dtype=torch.float32)
     values = normal(sinks, 2, 16, seed=5)
@@ -75,6 +82,38 @@ def test_both_placements_are_the_equation(
             for index, new in chosen:
                 world.rows[index].done += new
     assert torch.equal(reserved.kv[-(sinks // block_size) :], before)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_rows_change_nothing_and_keep_length_0(
+    kind: str, batch_invariant: bool, window: int | None
+) -> None:
+    same = {"zero_values": False, "batch_invariant": batch_invariant}
+    results = []
+    for padding in (False, True):
+        *both, layer = worlds(kind, 16, 16, window, **same)
+        for world in both:
+            begun: list[AttentionBatch] = []
+            if isinstance(world.backend, ReservedSinkAttention):
+                inner = world.backend._behind_sinks
+                begin = inner.begin
+                inner.begin = lambda batch, begin=begin, begun=begun: (
+                    begun.append(batch) or begin(batch)
+                )  # type: ignore[method-assign, misc]
+            for chosen in ([(0, 40), (2, 33)], [(0, 29), (2, 0)], [(0, 1)]):
+                rows = [(1, 0), *chosen, (3, 0)] if padding else chosen
+                world.begin([row for row in rows if row[1] or padding])
+                q, k, v = world.tokens(0, chosen)
+                results.append(layer(q, k, v, world.backend))
+                for index, new in chosen:
+                    world.rows[index].done += new
+            for batch in begun:
+                lengths = zip(batch.query_lens, batch.context_lens, strict=True)
+                assert all((new > 0) == (length > 0) for new, length in lengths)
+    for plain, padded in zip(results[:6], results[6:], strict=True):
+        assert torch.equal(plain, padded)
 
 
 def test_the_steps_own_lengths_and_tables_know_of_no_sinks() -> None:

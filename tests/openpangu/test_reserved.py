@@ -98,6 +98,7 @@ def test_a_live_request_refuses_the_reset_and_a_preempted_one_does_not(
         assert llm.reset_prefix_cache(reset_running_requests=True)
         llm.cache.check()
         assert llm.cache.pool.num_held == 0
+        assert llm.reset_prefix_cache(), "while they are preempted"
         for stream in streams:
             list(stream)
         assert [stream.output.outputs[0].token_ids for stream in streams] == want

@@ -49,7 +49,7 @@ def with_thinking(
             answers at once; "auto" leaves it to the model, if it can choose.
 
     Raises:
-        RequestError: another value, or there is no user message.
+        RequestError: another value, there is no user message, or its text ends in another switch.
     """
     if not isinstance(enable_thinking, bool | str) or enable_thinking not in _WORDS:
         raise RequestError(
@@ -57,14 +57,21 @@ def with_thinking(
         )
     said = _WORDS[enable_thinking]
     changed = list(messages)
-    if not said:
-        return changed
     for index in range(len(changed) - 1, -1, -1):
         message = changed[index]
         if message["role"] == "user":
-            if not message["content"].endswith((" /no_think", " /auto_think")):
+            words = (word for word in _WORDS.values() if word and message["content"].endswith(word))
+            written = next(words, "")
+            if written not in ("", said):
+                raise RequestError(
+                    f"enable_thinking is {enable_thinking!r}, and the user's last message ends "
+                    f"in {written.strip()!r}; leave one of them out"
+                )
+            if not written:
                 changed[index] = {**message, "content": message["content"] + said}
             return changed
+    if not said:
+        return changed
     raise RequestError(
         f"enable_thinking is {enable_thinking!r}, and no message is a user's, which carries the "
         "switch; add one or leave enable_thinking out"

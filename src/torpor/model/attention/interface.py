@@ -92,9 +92,9 @@ class AttentionBatch:
     """The rows of one step, as a paged backend needs them. Row after row along T."""
 
     query_lens: tuple[int, ...]
-    """New tokens per row, at least 1 each; they sum to T."""
+    """New tokens per row; they sum to T. 0 for a padding row, of which nothing is computed."""
     context_lens: tuple[int, ...]
-    """Tokens per row that the cache holds from before."""
+    """Tokens per row that the cache holds from before; 0 for a padding row."""
     block_tables_RB: torch.Tensor
     """int64 [R, B]: block ids per row, in order; valid everywhere, the tail is the null block."""
     slots_T: torch.Tensor

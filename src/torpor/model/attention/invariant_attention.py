@@ -129,7 +129,7 @@ class InvariantSteps:
         ):
             if new == 1:
                 single.append((row, start, context))
-            else:
+            elif new:
                 yield planner.shared(row, start, new, context)
             start += new
         # Longest first: rows that have no further tile drop off the end.

@@ -95,6 +95,8 @@ class StepPlanner:
         start = 0
         lengths = zip(self._batch.query_lens, self._batch.context_lens, strict=True)
         for row, (new, context) in enumerate(lengths):
+            if not new:
+                continue
             candidate = _DecodeRow.of(row, start, context + 1, self._window, self._block_size)
             if new == 1 and candidate.positions <= self._capacity:
                 decode.append(candidate)

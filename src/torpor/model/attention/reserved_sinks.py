@@ -93,7 +93,9 @@ class ReservedSinkAttention:
         tables_RB = self._tables_RB.view(-1)[: rows * (reserved + blocks)].view(rows, -1)
         tables_RB[:, :reserved] = torch.tensor(self._block_ids)
         tables_RB[:, reserved:] = batch.block_tables_RB
-        context_lens = tuple(length + self._sink_len for length in batch.context_lens)
+        lengths = zip(batch.query_lens, batch.context_lens, strict=True)
+        # A padding row has no sinks either.
+        context_lens = tuple(length + self._sink_len if new else 0 for new, length in lengths)
         self._behind_sinks.begin(
             replace(batch, context_lens=context_lens, block_tables_RB=tables_RB)
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from torpor.errors import OutOfMemoryError
 from torpor.model.checkpoints.files import ModelFiles
 from torpor.model.config.config import ModelConfig
 from torpor.model.layers.decoder import DecoderForCausalLM
@@ -30,6 +31,7 @@ def build_model(
 
     Raises:
         ConfigError: the ranks do not divide a size.
+        OutOfMemoryError: there is no memory for the buffers.
     """
     return new_model(files.config, dtype, tp, kv_dtype=kv_dtype)
 
@@ -42,7 +44,18 @@ def new_model(
     kv_dtype: torch.dtype | None = None,
 ) -> DecoderForCausalLM:
     """As `build_model`, from a config alone."""
-    return DecoderForCausalLM(config, dtype, tp, kv_dtype=kv_dtype)
+    try:
+        return DecoderForCausalLM(config, dtype, tp, kv_dtype=kv_dtype)
+    except (MemoryError, RuntimeError) as error:
+        # torch has no class of its own for this on the CPU.
+        told = str(error)
+        if isinstance(error, RuntimeError) and "alloc" not in told and "overflow" not in told:
+            raise
+        raise OutOfMemoryError(
+            "the sizes in the model's config.json ask for buffers that this process has no memory "
+            f"for ({told.splitlines()[0] if told else 'out of memory'}); compare the file with the "
+            "published one"
+        ) from error
 
 
 def checkpoint_shapes(model: DecoderForCausalLM) -> dict[str, tuple[int, ...]]:

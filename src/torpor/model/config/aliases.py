@@ -38,7 +38,8 @@ def normalised(fields: Fields) -> Fields:
             if value is None:
                 continue
             stated = values.get(name)
-            if stated is not None and stated != value:
+            # True and 1.0 are no whole numbers, though equal to one.
+            if stated is not None and (type(stated), stated) != (type(value), value):
                 raise fields.error(spelling, value, f"the same as {name}, {stated!r}")
             values[name] = value
     return fields.with_values(values, spelled)

@@ -13,7 +13,7 @@ from pathlib import Path
 from torpor.errors import ConfigError
 from torpor.model.config.families import FAMILIES, Family
 from torpor.model.config.features import Features
-from torpor.model.config.fields import MAX_SIZE, Fields, read_json_object
+from torpor.model.config.fields import MAX_LAYERS, MAX_SIZE, Fields, read_json_object
 from torpor.model.config.rope_config import RopeConfig as RopeConfig
 from torpor.model.config.rope_config import read_rope
 
@@ -23,7 +23,6 @@ ARCHITECTURES = tuple(FAMILIES)
 DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes a checkpoint may name."""
 
-_MAX_LAYERS = 4096
 
 _HARMLESS = frozenset(
     {
@@ -153,7 +152,7 @@ def parse_config(
     fields = family.normalise(fields)
     heads = fields.integer("num_attention_heads", low=1, high=MAX_SIZE)
     hidden_size = fields.integer("hidden_size", low=1, high=MAX_SIZE)
-    layers = fields.integer("num_hidden_layers", low=1, high=_MAX_LAYERS)
+    layers = fields.integer("num_hidden_layers", low=1, high=MAX_LAYERS)
     fields.choice("hidden_act", ("silu",), default="silu")
     features = family.read(fields, layers)
     head_dim = _head_dim(fields, features, hidden_size, heads)
@@ -216,7 +215,8 @@ def _head_dim(fields: Fields, features: Features, hidden_size: int, heads: int) 
         head_dim = hidden_size // heads
     rotated = head_dim if features.rope_dim is None else features.rope_dim
     if rotated % 2:
-        name = "head_dim" if features.rope_dim is None else "rope's part of a head"
+        part = "qk_rope_dim" if features.mla is None else "qk_rope_head_dim"
+        name = "head_dim" if features.rope_dim is None else part
         raise fields.error(name, rotated, "even, because rope rotates pairs")
     return head_dim
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torpor.model.config.aliases import normalised
 from torpor.model.config.features import Features, MoEConfig
-from torpor.model.config.fields import MAX_SIZE, Fields
+from torpor.model.config.fields import MAX_EXPERTS, MAX_SIZE, Fields
 from torpor.model.config.pangu import read_pangu, read_pangu_pro_moe
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -147,8 +147,8 @@ def _moe(fields: Fields, layers: int) -> MoEConfig:
 
 def _num_experts(fields: Fields) -> int:
     """Under either of the two names that files use."""
-    other = fields.optional_integer("num_local_experts", low=1, high=MAX_SIZE)
-    experts = fields.integer("num_experts", other, low=1, high=MAX_SIZE)
+    other = fields.optional_integer("num_local_experts", low=1, high=MAX_EXPERTS)
+    experts = fields.integer("num_experts", other, low=1, high=MAX_EXPERTS)
     if other not in (None, experts):
         raise fields.error("num_local_experts", other, f"the same as num_experts, {experts}")
     return experts

@@ -16,6 +16,10 @@ MAX_JSON_BYTES = 64 * 1024 * 1024
 MAX_SIZE = 2**31 - 1
 """No size, count or id of a model is larger."""
 
+MAX_LAYERS = 4096
+MAX_EXPERTS = 4096
+"""Far more than any model has. Each is a module, and has names: more would be built for minutes."""
+
 _T = TypeVar("_T")
 
 
@@ -199,8 +203,9 @@ class Fields:
         for name, value in self._values.items():
             known = name in self._read or name in harmless or name.startswith("_")
             if value and not known:
+                said = self._spelled.get(name, name)
                 raise ConfigError(
-                    f"{self.where}: {name} = {_short(value)} is a feature torpor does not know and "
+                    f"{self.where}: {said} = {_short(value)} is a feature torpor does not know and "
                     "will not ignore; remove the field if it does not change the logits"
                 )
 

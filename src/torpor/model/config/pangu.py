@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torpor.model.config.features import Features, MLAConfig, MoEConfig, Routing, SinkConfig
-from torpor.model.config.fields import MAX_SIZE, Fields
+from torpor.model.config.fields import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, Fields
 
-_MLA_FIELDS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
 _SINK_FIELDS = ("qk_nope_dim", "qk_rope_dim", "v_channels")
 _UNRELEASED = (
     "param_sink_scalar",
@@ -41,7 +40,12 @@ def read_pangu(fields: Fields, layers: int) -> Features:
 
 
 def read_pangu_pro_moe(fields: Fields, layers: int) -> Features:
-    """As `read_pangu`, for Pangu Pro MoE: one expert of each group, weights as they are."""
+    """As `read_pangu`, for Pangu Pro MoE: one expert of each group, weights as they are.
+
+    Files of the 72B of December 2025 bear its name too; they scale what their experts give.
+    """
+    if fields.raw("routed_scaling_factor") is not None:
+        return read_pangu(fields, layers)
     return _features(fields, layers, _grouped_experts(fields, layers))
 
 
@@ -59,10 +63,10 @@ def _features(fields: Fields, layers: int, moe: MoEConfig | None) -> Features:
         windows=_windows(fields, layers),
         moe=moe,
         num_nextn_predict_layers=fields.integer(
-            "num_nextn_predict_layers", 0, low=0, high=MAX_SIZE
+            "num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS
         ),
     )
-    if all(fields.raw(name) is not None for name in _MLA_FIELDS):
+    if fields.raw("kv_lora_rank") is not None:
         return _latent(fields, features)
     if _sink_count(fields):
         return _with_sinks(fields, features)
@@ -74,8 +78,7 @@ def _features(fields: Fields, layers: int, moe: MoEConfig | None) -> Features:
 
 
 def _with_sinks(fields: Fields, features: Features) -> Features:
-    if features.qkv_bias or features.o_bias:
-        raise fields.error("attention_bias", True, "false with sinks, which have none released")
+    _refuse_biases(fields, features, "false with sinks, which have none released")
     nope = fields.integer("qk_nope_dim", low=0, high=MAX_SIZE)
     rope = fields.integer("qk_rope_dim", low=2, high=MAX_SIZE)
     stated = fields.optional_integer("head_dim", low=2, high=MAX_SIZE)
@@ -96,8 +99,7 @@ def _with_sinks(fields: Fields, features: Features) -> Features:
 
 
 def _latent(fields: Fields, features: Features) -> Features:
-    if features.qkv_bias or features.o_bias:
-        raise fields.error("attention_bias", True, "false with latent attention")
+    _refuse_biases(fields, features, "false with latent attention")
     mla = MLAConfig(
         q_lora_rank=fields.optional_integer("q_lora_rank", low=1, high=MAX_SIZE),
         kv_lora_rank=fields.integer("kv_lora_rank", low=1, high=MAX_SIZE),
@@ -115,6 +117,13 @@ def _latent(fields: Fields, features: Features) -> Features:
         sinks=_latent_sinks(fields),
         mla=mla,
     )
+
+
+def _refuse_biases(fields: Fields, features: Features, accepted: str) -> None:
+    if features.o_bias:
+        raise fields.error("attention_bias", True, accepted)
+    if features.qkv_bias:
+        raise fields.error("qkv_bias", True, accepted)
 
 
 def _latent_sinks(fields: Fields) -> SinkConfig | None:
@@ -158,7 +167,7 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 def _experts(fields: Fields, layers: int) -> MoEConfig | None:
     """The mixture with sigmoid scores of the 72B of December 2025 and of Ultra."""
-    experts = fields.optional_integer("n_routed_experts", low=1, high=MAX_SIZE)
+    experts = fields.optional_integer("n_routed_experts", low=1, high=MAX_EXPERTS)
     if experts is None:
         return None
     inner = fields.integer("moe_intermediate_size", low=1, high=MAX_SIZE)
@@ -182,7 +191,7 @@ def _experts(fields: Fields, layers: int) -> MoEConfig | None:
 
 def _grouped_experts(fields: Fields, layers: int) -> MoEConfig:
     """The mixture of grouped experts of 2025 (Tang et al. 2025, "Pangu Pro MoE")."""
-    experts = fields.integer("n_routed_experts", low=1, high=MAX_SIZE)
+    experts = fields.integer("n_routed_experts", low=1, high=MAX_EXPERTS)
     chosen = fields.integer("num_experts_per_tok", low=1, high=experts)
     if experts % chosen:
         raise fields.error(
@@ -210,9 +219,12 @@ def _sparse_layers(fields: Fields, layers: int) -> frozenset[int]:
     A first of 0 makes every layer sparse, as vLLM reads it; Huawei's own files for the second
     generation read it as none.
     """
-    first = fields.integer("first_k_dense_replace", 0, low=0, high=layers)
+    first = fields.optional_integer("first_k_dense_replace", low=0, high=layers)
     dense = set(fields.indices("mlp_only_layers", layers))
-    return frozenset(range(first, layers)) - dense
+    if first is not None and dense and dense != set(range(first)):
+        accepted = f"the layers that first_k_dense_replace, {first}, says, or absent"
+        raise fields.error("mlp_only_layers", sorted(dense), accepted)
+    return frozenset(range(first or 0, layers)) - dense
 
 
 def _shared_size(fields: Fields, inner: int) -> int:
