@@ -35,6 +35,18 @@ from collections.abc import Iterable
 from typing import Any
 
 
+def shown(value: object, most: int = 450) -> str:
+    """A value for a message, shortened to so many characters; Python itself refuses to spell very
+    long numbers."""
+    try:
+        text = repr(value)
+    except ValueError:
+        if isinstance(value, int):
+            return f"a number of {value.bit_length()} bits"
+        return f"a {type(value).__name__} with a number too long to show"
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 class TorporError(Exception):
     """Base of everything torpor raises on purpose."""
 

@@ -73,3 +73,10 @@ def test_a_gguf_that_is_none_is_a_checkpoint_error(tmp_path: Path, cache: Path) 
     with pytest.raises(CheckpointError, match="starts with b'not '"):
         resolve_model(tmp_path / "x.gguf")
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 5000, "a\0b"], ids=["long", "longer", "null"])
+def test_a_name_that_no_path_can_be_is_of_no_model(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="cannot be looked up") as caught:
+        resolve_model(name)
+    assert len(str(caught.value)) < 500 + len(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from tests.model.helpers import TINY, random_weights, write_shards
 
-from torpor.errors import CheckpointError
+from torpor.errors import CheckpointError, OutOfMemoryError
 from torpor.model.checkpoints.safetensors_source import SafetensorsSource, tensor_digest
 from torpor.model.checkpoints.safetensors_writer import write_safetensors
 from torpor.sleep.source import WeightSource
@@ -185,3 +186,34 @@ def test_the_writer_keeps_order_and_the_library_reads_it(tmp_path: Path) -> None
     source = SafetensorsSource(tmp_path, digests=digests)
     assert [name for name, _ in source.pairs()] == names
     assert all(torch.equal(tensor, weights[name]) for name, tensor in load_file(path).items())
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        MemoryError("Cannot allocate memory (os error 12)"),
+        RuntimeError("unable to mmap 538090432 bytes from file: Cannot allocate memory (12)"),
+    ],
+    ids=lambda failure: type(failure).__name__,
+)
+def test_a_file_that_there_is_no_memory_for_is_not_called_damaged(
+    folder: Path, failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise failure
+
+    monkeypatch.setattr("safetensors.safe_open", refuse)
+    with pytest.raises(OutOfMemoryError, match="for lack of memory"):
+        SafetensorsSource(folder)
+
+
+def test_a_mapping_that_there_is_no_memory_for_is_not_called_damage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    source = SafetensorsSource(folder)
+    monkeypatch.setattr("mmap.mmap", refuse)
+    with pytest.raises(OutOfMemoryError, match="for lack of memory"):
+        list(source.pairs())

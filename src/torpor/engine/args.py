@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from torpor.engine.options import check_poison, check_progress, check_spill_dir
-from torpor.errors import ArgumentError
-from torpor.params.checks import shown
+from torpor.errors import ArgumentError, shown
 from torpor.sleep.choices import FOREIGN_WRITE_POLICIES
 from torpor.sleep.door import HOST_COPY_POLICIES
 

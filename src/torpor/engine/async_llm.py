@@ -17,8 +17,7 @@ from torpor.engine.options import check_on_asleep, check_timeout
 from torpor.engine.requests.prompts import params_for
 from torpor.engine.step_thread import StepThread
 from torpor.engine.subscription import Coming, Subscription
-from torpor.errors import ArgumentError, AsleepError, StateError
-from torpor.params.checks import shown
+from torpor.errors import ArgumentError, AsleepError, StateError, shown
 
 if TYPE_CHECKING:
     import torch

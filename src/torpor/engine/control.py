@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torpor.engine.options import check_mode, resolve_level
 from torpor.engine.steps.turns import Turns
-from torpor.errors import ArgumentError, AsleepError, StateError, TorporError
+from torpor.errors import ArgumentError, AsleepError, StateError, TorporError, shown
 from torpor.sleep.choices import tags_from
 from torpor.sleep.reports import SleepReport
 
@@ -77,7 +77,9 @@ class SleepControl:
         number = resolve_level(level)
         check_mode(mode)
         if number == 0 and tags is not None:
-            raise ArgumentError(f"tags is {tags!r}; level 0 pauses everything, leave tags out")
+            raise ArgumentError(
+                f"tags is {shown(tags, 80)}; level 0 pauses everything, leave tags out"
+            )
         tags_from(tags)
         with self.turns.take():
             self._require_open()
@@ -177,7 +179,7 @@ class SleepControl:
             version: a name for the new weights, told in every output computed with them.
 
         Raises:
-            ArgumentError: the version is no string, or the source holds no pairs.
+            ArgumentError: the version is no string, or the source holds something else than pairs.
             WeightsError: a name, shape or dtype does not fit, or a value is NaN; the old weights
                 are back, or the error names what is invalid.
         """

@@ -11,7 +11,7 @@ from torpor.engine.engine import Engine
 from torpor.engine.progress_bar import ProgressBar
 from torpor.engine.requests.prompts import Prompt, params_for
 from torpor.engine.stream import Stream
-from torpor.errors import GenerationError, RequestError
+from torpor.errors import GenerationError, RequestError, shown
 from torpor.params.checks import text_or_none
 
 if TYPE_CHECKING:
@@ -242,5 +242,5 @@ def _priorities(priority: Sequence[int] | None, num_prompts: int) -> list[int]:
     if priority is None:
         return [0] * num_prompts
     if not isinstance(priority, list | tuple) or len(priority) != num_prompts:
-        raise RequestError(f"priority is {priority!r}; give one whole number per prompt")
+        raise RequestError(f"priority is {shown(priority, 80)}; give one whole number per prompt")
     return list(priority)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import tempfile
 
 import torch
 
-from torpor.errors import ArgumentError
-from torpor.params.checks import SEED, shown
+from torpor.errors import ArgumentError, shown
+from torpor.params.checks import SEED
 from torpor.sleep.poison import PATTERNS
 from torpor.sleep.spill import ENVIRONMENT_VARIABLE
 
@@ -149,7 +150,8 @@ def resolve_level(level: object) -> int:
     Raises:
         ArgumentError: not one of ``LEVELS``.
     """
-    value = int(level) if isinstance(level, str) and level.isdecimal() else level
+    number = isinstance(level, str) and len(level) < 10 and level.isdecimal()
+    value = int(str(level)) if number else level
     if isinstance(value, bool) or not isinstance(value, int) or value not in LEVELS:
         raise ArgumentError(
             f"level is {shown(level)}; give 0 (pause), 1 (keep host copies) or 2 (discard weights)"
@@ -192,7 +194,10 @@ def check_timeout(name: str, seconds: object) -> float:
     """
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
         raise ArgumentError(f"{name} is {shown(seconds)}; give a number of seconds above 0")
-    return float(seconds)
+    try:
+        return float(seconds)
+    except OverflowError:
+        return math.inf
 
 
 def set_num_threads(num_threads: object) -> None:

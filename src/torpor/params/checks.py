@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
-from torpor.errors import RequestError
+from torpor.errors import RequestError, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,6 @@ ANY = Limit(-math.inf)
 
 SEED = Limit(-(2**63), 2**64 - 1)
 """What ``torch.Generator.manual_seed`` takes, to which vLLM hands a seed."""
-
-
-def shown(value: object) -> str:
-    """A value for a message; Python itself refuses to spell very long numbers."""
-    try:
-        return repr(value)
-    except ValueError:
-        if isinstance(value, int):
-            return f"a number of {value.bit_length()} bits"
-        return f"a {type(value).__name__} with a number too long to show"
 
 
 def refuse_unsupported(params: Any, remedies: Mapping[str, str], prefix: str) -> None:
@@ -112,6 +102,9 @@ def strings(name: str, value: object, why_not_empty: str) -> tuple[str, ...]:
         raise RequestError(f"{name} is {shown(value)}; give a string or a list of strings")
     if "" in strings:
         raise RequestError(f"{name} is {shown(value)}: an empty string {why_not_empty}; remove it")
+    for each in strings:
+        if any("\ud800" <= character <= "\udfff" for character in each):
+            raise RequestError(f"{name} has {shown(each)}, with a lone surrogate; remove it")
     return tuple(strings)
 
 

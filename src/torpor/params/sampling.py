@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from torpor.errors import RequestError
+from torpor.errors import RequestError, shown
 from torpor.params.checks import (
     ANY,
     SEED,
@@ -17,7 +17,6 @@ from torpor.params.checks import (
     is_token_id,
     number,
     refuse_unsupported,
-    shown,
     strings,
     token_ids,
 )

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torpor.errors import RequestError
-from torpor.params.checks import flag, refuse_unsupported, shown, text_or_none
+from torpor.errors import RequestError, shown
+from torpor.params.checks import flag, refuse_unsupported, text_or_none
 
 MAX_CHOICES = 1000
 """Grammars of twice as many alternatives are beyond what the matcher takes."""

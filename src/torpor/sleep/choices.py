@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from torpor.errors import ArgumentError
+from torpor.errors import ArgumentError, shown
 from torpor.sleep.classes import LEVELS, TAGS
 
 FOREIGN_WRITE_POLICIES = ("adopt", "restore", "error")
@@ -17,12 +17,12 @@ def level_from(level: object) -> int:
     Raises:
         ArgumentError: it is none of the levels that move memory.
     """
-    if isinstance(level, str) and level.isdecimal():
+    if isinstance(level, str) and level.isdecimal() and len(level) < 10:
         level = int(level)
     if isinstance(level, bool) or not isinstance(level, int) or level not in LEVELS:
         raise ArgumentError(
-            f"sleep level {level!r} is none of {LEVELS}: 1 keeps host copies of the weights, "
-            "2 discards them"
+            f"sleep level {shown(level, 80)} is none of {LEVELS}: 1 keeps host copies of the "
+            "weights, 2 discards them"
         )
     return level
 
@@ -35,7 +35,7 @@ def version_from(version: object) -> str | None:
     """
     if version is not None and not isinstance(version, str):
         raise ArgumentError(
-            f"version is {version!r:.80}; give a string that names the weights, or None"
+            f"version is {shown(version, 80)}; give a string that names the weights, or None"
         )
     return version
 
@@ -50,13 +50,15 @@ def tags_from(tags: Collection[str] | str | None) -> tuple[str, ...]:
         return TAGS
     given: object = tags  # Callers without a type checker pass anything.
     if not isinstance(given, Collection):
-        raise ArgumentError(f"tags is {given!r}; name some of {TAGS}, or pass None for all")
+        raise ArgumentError(
+            f"tags is {shown(given, 80)}; name some of {TAGS}, or pass None for all"
+        )
     named = (tags,) if isinstance(tags, str) else tuple(tags)
     if not named:
         raise ArgumentError(f"tags is empty; name some of {TAGS}, or pass None for all")
     unknown = [tag for tag in named if tag not in TAGS]
     if unknown:
-        raise ArgumentError(f"unknown tag {unknown[0]!r}; the tags are {TAGS}")
+        raise ArgumentError(f"unknown tag {shown(unknown[0], 80)}; the tags are {TAGS}")
     follows = ("graphs",) if "kv_cache" in named else ()
     return tuple(tag for tag in TAGS if tag in (*named, *follows))
 
@@ -68,7 +70,7 @@ def flag_or_none(name: str, value: object) -> None:
         ArgumentError: it is something else.
     """
     if value is not None and not isinstance(value, bool):
-        raise ArgumentError(f"{name}={value!r} is none of True, False, None")
+        raise ArgumentError(f"{name}={shown(value, 80)} is none of True, False, None")
 
 
 def one_of(name: str, value: str, allowed: Collection[str]) -> str:
@@ -78,5 +80,5 @@ def one_of(name: str, value: str, allowed: Collection[str]) -> str:
         ArgumentError: it is none of them.
     """
     if value not in allowed:
-        raise ArgumentError(f"{name}={value!r} is none of {tuple(allowed)}")
+        raise ArgumentError(f"{name}={shown(value, 80)} is none of {tuple(allowed)}")
     return value

@@ -194,7 +194,7 @@ class Door:
         """A whole update from one source, less the names to skip.
 
         Raises:
-            ArgumentError: the payload holds no pairs, or the version is no string.
+            ArgumentError: the payload holds something else than pairs, or the version is no string.
             WeightsMismatchError, WeightsError, WeightsIncompleteError: see ``write``, ``finish``.
         """
         version = version_from(version)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from torpor.errors import PromptTooLongError, RequestError
+from torpor.errors import PromptTooLongError, RequestError, shown
 from torpor.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class PromptReader:
             return [self._read(prompts, "the prompt")]
         if not isinstance(prompts, list | tuple):
             raise RequestError(
-                f"prompts is {_short(prompts)}; give a string, token ids, "
+                f"prompts is {shown(prompts, 80)}; give a string, token ids, "
                 "{'prompt': ...}, {'prompt_token_ids': ...} or a list of them"
             )
         return [self._read(prompt, f"prompt {i}") for i, prompt in enumerate(prompts)]
@@ -86,8 +86,8 @@ class PromptReader:
             return
         if count == -1 or count > self.max_logprobs:
             raise RequestError(
-                f"{name} is {count}, and this engine gives at most {self.max_logprobs} per token; "
-                "lower it, or raise max_logprobs"
+                f"{name} is {shown(count, 80)}, and this engine gives at most {self.max_logprobs} "
+                "per token; lower it, or raise max_logprobs"
             )
 
     def _read(self, prompt: object, name: str) -> Prompt:
@@ -98,7 +98,7 @@ class PromptReader:
         if _is_ids(prompt) or (isinstance(prompt, list | tuple) and not prompt):
             return Prompt(None, self._checked(prompt, name))
         raise RequestError(
-            f"{name} is {_short(prompt)}; give a string, token ids, {{'prompt': ...}} or "
+            f"{name} is {shown(prompt, 80)}; give a string, token ids, {{'prompt': ...}} or "
             "{'prompt_token_ids': ...}"
         )
 
@@ -108,31 +108,34 @@ class PromptReader:
         return Prompt(text, self._checked(self.tokenizer.encode(text), name))
 
     def _from_mapping(self, prompt: Mapping[Any, Any], name: str) -> Prompt:
-        unknown = sorted(str(key) for key in prompt if key not in _KEYS)
+        unknown = [key for key in prompt if key not in _KEYS]
         if unknown or not prompt:
             raise RequestError(
-                f"{name} has the keys {list(prompt)}; give 'prompt' (text) or 'prompt_token_ids'"
+                f"{name} has the keys {shown(list(prompt), 80)}; give 'prompt' (text) or "
+                "'prompt_token_ids'"
             )
         text = prompt.get("prompt")
         if text is not None and not isinstance(text, str):
-            raise RequestError(f"{name} has 'prompt' {_short(text)}; give a string")
+            raise RequestError(f"{name} has 'prompt' {shown(text, 80)}; give a string")
         if "prompt_token_ids" in prompt:
             return Prompt(text, self._checked(prompt["prompt_token_ids"], name))
         return self._from_text(text or "", name)
 
     def _checked(self, ids: object, name: str) -> tuple[int, ...]:
         """Token ids as plain ints, in range, at least one, and short enough."""
+        if getattr(ids, "is_meta", False):
+            raise RequestError(f"{name} is a tensor on meta, without content; give its values")
         values = ids.tolist() if hasattr(ids, "tolist") else ids
         if not isinstance(values, list | tuple) or not all(_is_id(value) for value in values):
-            raise RequestError(f"{name} has token ids {_short(values)}; give a list of integers")
+            raise RequestError(f"{name} has token ids {shown(values, 80)}; give a list of integers")
         token_ids = tuple(int(value) for value in values)
         if not token_ids:
             raise RequestError(f"{name} has no tokens; give at least one")
         for index, token_id in enumerate(token_ids):
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(
-                    f"{name} has token id {token_id} at index {index}; the vocabulary has ids "
-                    f"0 to {self.vocab_size - 1}"
+                    f"{name} has token id {shown(token_id, 80)} at index {index}; the vocabulary "
+                    f"has ids 0 to {self.vocab_size - 1}"
                 )
         if len(token_ids) >= self.max_model_len:
             raise PromptTooLongError(
@@ -150,11 +153,11 @@ def check_request_options(request_id: object, priority: object, cache_salt: obje
         RequestError: one of them has the wrong type.
     """
     if request_id is not None and not isinstance(request_id, str):
-        raise RequestError(f"request_id is {_short(request_id)}; give a string, or None")
+        raise RequestError(f"request_id is {shown(request_id, 80)}; give a string, or None")
     if isinstance(priority, bool) or not isinstance(priority, int):
-        raise RequestError(f"priority is {_short(priority)}; give a whole number, lower first")
+        raise RequestError(f"priority is {shown(priority, 80)}; give a whole number, lower first")
     if not isinstance(cache_salt, str):
-        raise RequestError(f"cache_salt is {_short(cache_salt)}; give a string, '' for none")
+        raise RequestError(f"cache_salt is {shown(cache_salt, 80)}; give a string, '' for none")
 
 
 def params_for(
@@ -175,7 +178,7 @@ def params_for(
         return [params] * num_prompts
     if not isinstance(params, list | tuple):
         raise RequestError(
-            f"sampling_params is {_short(params)}; give SamplingParams or a list of them"
+            f"sampling_params is {shown(params, 80)}; give SamplingParams or a list of them"
         )
     if len(params) != num_prompts:
         raise RequestError(
@@ -184,7 +187,9 @@ def params_for(
         )
     for index, entry in enumerate(params):
         if not isinstance(entry, SamplingParams):
-            raise RequestError(f"sampling_params[{index}] is {_short(entry)}; give SamplingParams")
+            raise RequestError(
+                f"sampling_params[{index}] is {shown(entry, 80)}; give SamplingParams"
+            )
     return list(params)
 
 
@@ -197,8 +202,3 @@ def _is_ids(prompt: object) -> bool:
     if isinstance(prompt, list | tuple):
         return bool(prompt) and all(_is_id(value) for value in prompt)
     return hasattr(prompt, "tolist")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from torpor.errors import RequestError
+from torpor.errors import RequestError, shown
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -225,11 +225,6 @@ def _refused(params: StructuredOutputsParams, reason: str) -> RequestError:
     words = " ".join(reason.split())
     words = words if len(words) <= _MAX_REASON else f"{words[:_MAX_REASON]}..."
     return RequestError(
-        f"structured_outputs.{name} is {_short(getattr(params, name))}, which cannot be followed: "
-        f"{words}; correct it or leave that part out"
+        f"structured_outputs.{name} is {shown(getattr(params, name), 80)}, which cannot be "
+        f"followed: {words}; correct it or leave that part out"
     )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -16,7 +16,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from torpor.errors import ConfigError, RequestError
+from torpor.errors import ConfigError, RequestError, shown
 
 if TYPE_CHECKING:
     from jinja2.parser import Parser
@@ -74,21 +74,21 @@ def check_messages(messages: object) -> None:
     """
     if not isinstance(messages, list | tuple):
         raise RequestError(
-            f"messages is {_short(messages)}; give a list of {{'role': ..., 'content': ...}}"
+            f"messages is {shown(messages, 80)}; give a list of {{'role': ..., 'content': ...}}"
         )
     if not messages:
         raise RequestError("messages is empty; give at least one message")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise RequestError(
-                f"message {index} is {_short(message)}; give {{'role': ..., 'content': ...}}"
+                f"message {index} is {shown(message, 80)}; give {{'role': ..., 'content': ...}}"
             )
         for key in ("role", "content"):
             if key not in message:
                 raise RequestError(f"message {index} has no {key!r}; add it")
             if not isinstance(message[key], str):
                 raise RequestError(
-                    f"message {index} has {key} {_short(message[key])}; give a string"
+                    f"message {index} has {key} {shown(message[key], 80)}; give a string"
                 )
         if not message["role"]:
             raise RequestError(f"message {index} has an empty role; give 'user' or 'assistant'")
@@ -143,8 +143,3 @@ def _tojson(
         separators=separators,
         sort_keys=sort_keys,
     )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torpor.errors import RequestError
+from torpor.errors import RequestError, shown
 
 ARCHITECTURES = frozenset(
     {
@@ -53,7 +53,7 @@ def with_thinking(
     """
     if not isinstance(enable_thinking, bool | str) or enable_thinking not in _WORDS:
         raise RequestError(
-            f"enable_thinking is {enable_thinking!r:.80}; give True, False or 'auto'"
+            f"enable_thinking is {shown(enable_thinking, 80)}; give True, False or 'auto'"
         )
     said = _WORDS[enable_thinking]
     changed = list(messages)

@@ -14,7 +14,7 @@ import tokenizers
 
 from torpor.engine.text import pangu_chat
 from torpor.engine.text.sentencepiece_model import SentencePieceModel
-from torpor.errors import CheckpointError, ConfigError, RequestError
+from torpor.errors import CheckpointError, ConfigError, RequestError, shown
 from torpor.model.config.fields import Fields, read_json_object
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
@@ -184,8 +184,17 @@ class Tokenizer:
         return self._backend.encode_chat(text)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; incomplete characters read as U+FFFD, unknown ids as nothing."""
-        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        """Text of token ids; incomplete characters read as U+FFFD, unknown ids as nothing.
+
+        Raises:
+            RequestError: not a sequence of numbers that ids can be.
+        """
+        try:
+            return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except (TypeError, OverflowError, ValueError) as error:
+            raise RequestError(
+                f"token_ids is {shown(token_ids, 80)} ({error}); give a list of token ids"
+            ) from error
 
     def apply_chat_template(
         self,
@@ -232,7 +241,7 @@ class Tokenizer:
 
 def _check_text(text: object) -> None:
     if not isinstance(text, str):
-        raise RequestError(f"the text is {text!r}; give a string")
+        raise RequestError(f"the text is {shown(text, 80)}; give a string")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -247,7 +256,7 @@ def _template_kwargs(given: object) -> dict[str, object]:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
         raise RequestError(
-            f"chat_template_kwargs is {given!r:.80}; give a mapping of names to values"
+            f"chat_template_kwargs is {shown(given, 80)}; give a mapping of names to values"
         )
     for name in _RESERVED:
         if name in given:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import xxhash
 
-from torpor.errors import CheckpointError, ModelNotFoundError
+from torpor.errors import CheckpointError, ModelNotFoundError, shown
 from torpor.model.checkpoints.cache import Recipe, cached
 from torpor.model.checkpoints.convert import convert_gguf
 from torpor.model.checkpoints.embedded import EMBEDDED_MODELS, EmbeddedModel, check_hash, locate
@@ -44,7 +44,7 @@ def resolve_model(
     name = os.fspath(name_or_path)
     if name in EMBEDDED_MODELS:
         return _files(name, cached(_embedded(EMBEDDED_MODELS[name], progress), progress), True)
-    path = Path(name)
+    path = _path(name)
     if path.is_dir():
         return _folder(name, path, weights=weights)
     if path.is_file() and path.suffix.lower() == ".gguf":
@@ -55,6 +55,20 @@ def resolve_model(
         f"model {name!r} {problem}; give a Hugging Face safetensors folder, a .gguf file, or one "
         f"of the names torpor knows: {known}"
     )
+
+
+def _path(name: str) -> Path:
+    path = Path(name)
+    try:
+        path.stat()
+    except FileNotFoundError:
+        pass  # said by the caller, with the names that torpor knows
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(
+            f"model {shown(name, 80)} cannot be looked up ({error}); give the path of a folder or "
+            ".gguf file, or a name"
+        ) from error
+    return path
 
 
 def _folder(name: str, path: Path, *, weights: bool) -> ModelFiles:

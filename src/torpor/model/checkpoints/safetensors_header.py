@@ -6,6 +6,7 @@ gaps. Every entry is checked against the file's real size, so that a damaged fil
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ import safetensors
 import torch
 import xxhash
 
-from torpor.errors import CheckpointError
+from torpor.errors import CheckpointError, OutOfMemoryError
 from torpor.model.config.fields import parse_json_object
 
 PREFIX_BYTES = 8
@@ -181,10 +182,23 @@ def _check_layout(
         )
 
 
+def no_memory_for(path: Path, error: Exception) -> OutOfMemoryError:
+    """The error where there is no memory, or no address space, to map a file."""
+    return OutOfMemoryError(
+        f"{path} cannot be mapped for lack of memory ({error}); free some, or raise the limit of "
+        "this process"
+    )
+
+
 def _check_with_library(path: Path) -> None:
     """The format's own library has the last word on what is valid."""
     try:
         with safetensors.safe_open(path, framework="pt"):
             pass
+    except (MemoryError, RuntimeError) as error:
+        # torch maps the whole file, and has no class of its own for this.
+        if isinstance(error, RuntimeError) and os.strerror(errno.ENOMEM) not in str(error):
+            raise
+        raise no_memory_for(path, error) from error
     except (safetensors.SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is refused by safetensors ({error}); {_REMEDY}") from error

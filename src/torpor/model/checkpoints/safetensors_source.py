@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from torpor.model.checkpoints.safetensors_header import (
     SafetensorsHeader,
     TensorEntry,
     header_digest,
+    no_memory_for,
     read_header,
 )
 from torpor.model.config.fields import read_json_object
@@ -203,6 +205,8 @@ def _map_file(path: Path) -> mmap.mmap:
             # Private and writable: torch has no read-only tensors, and a stray write stays here.
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            raise no_memory_for(path, error) from error
         raise CheckpointError(f"{path} cannot be mapped ({error}); fetch it again") from error
 
 

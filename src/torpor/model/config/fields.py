@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from torpor.errors import ConfigError, TorporError
+from torpor.errors import ConfigError, TorporError, shown
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
 """A config, index or manifest is at most a few MB; more is damage, and parsing it would hang."""
@@ -205,22 +205,17 @@ class Fields:
             if value and not known:
                 said = self._spelled.get(name, name)
                 raise ConfigError(
-                    f"{self.where}: {said} = {_short(value)} is a feature torpor does not know and "
-                    "will not ignore; remove the field if it does not change the logits"
+                    f"{self.where}: {said} = {shown(value, 80)} is a feature torpor does not know "
+                    "and will not ignore; remove the field if it does not change the logits"
                 )
 
     def error(self, name: str, value: object, accepted: str) -> ConfigError:
         """The error for a value that is not accepted."""
         said = self._spelled.get(name, name)
-        return ConfigError(f"{self.where}: {said} is {_short(value)}; it must be {accepted}")
+        return ConfigError(f"{self.where}: {said} is {shown(value, 80)}; it must be {accepted}")
 
     def _needed(self, name: str, default: _T | None) -> _T:
         if default is None:
             said = self._spelled.get(name, name)
             raise ConfigError(f"{self.where}: {said} is missing; add it, or fetch the file again")
         return default
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
