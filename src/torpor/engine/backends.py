@@ -60,7 +60,6 @@ def choose_backends(
     ops = NativeOps(
         library,
         dtype,
-        batch_invariant=invariant,
         calls=calls,
         replay=Replay(calls, allocate, epoch=weights_epoch),
     )

@@ -84,7 +84,10 @@ class Library:
         except OSError as error:
             raise KernelsUnavailableError(f"{path} cannot be loaded: {error}") from error
         self._repeat = self.function("repeat", [_POINTER, _INT])
-        self._gates_along = self.function("gates_along", [_INT, _INT], _INT)
+        self._turned = {
+            dtype: self.function(f"turned_{suffix}", [_INT, _INT], _INT)
+            for dtype, suffix in SUFFIXES.items()
+        }
         self._new_team = self.function("new_team", [_INT], _POINTER)
         self._teams: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -116,9 +119,9 @@ class Library:
         """Make so many calls, whose array of ``Call`` is at an address."""
         self._repeat(calls, count)
 
-    def gates_along(self, rows: int, width: int) -> bool:
-        """Whether the kernel ``linear_gated`` takes so many rows and gated outputs."""
-        return bool(self._gates_along(rows, width))
+    def turned_shape(self, rows: int, width: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Of the float32 scratch memory of a product of so many rows of so many elements."""
+        return torch.get_num_threads(), self._turned[dtype](rows, width)
 
     def scratch_floats(self, layer: Layer) -> int:
         """float32 elements that each thread needs to attend in a layer."""

@@ -19,8 +19,8 @@ from torpor.model.native.replay import Replay
 class NativeOps:
     """`LayerOps` on the CPU in one dtype.
 
-    A row's bits depend neither on the other rows nor on the number of threads, but for products of
-    128 rows and more in float32, whose bits depend on that.
+    A row's bits depend neither on the other rows, nor on how many there are, nor on the number of
+    threads.
     """
 
     def __init__(
@@ -28,7 +28,6 @@ class NativeOps:
         library: Library,
         dtype: torch.dtype,
         *,
-        batch_invariant: bool = False,
         calls: Calls | None = None,
         replay: Replay | None = None,
     ) -> None:
@@ -37,7 +36,6 @@ class NativeOps:
         Args:
             library: the kernels.
             dtype: of weights and activations.
-            batch_invariant: without that exception; products of many rows are slower then.
             calls: of one engine, those of attention included; None for calls of its own.
             replay: computes passes and repeats what can be; None to compute each by itself.
 
@@ -45,15 +43,11 @@ class NativeOps:
             KernelsUnavailableError: there are no kernels for the dtype.
         """
         self._dtype = dtype
-        self._batch_invariant = batch_invariant
         self._calls = Calls(library) if calls is None else calls
         self._replay = replay
         self._linear = library.kernel("linear", dtype, dtype)
         self._linear_to_float32 = library.kernel("linear", dtype, torch.float32)
-        # None where there is no such kernel, or its bits would depend on the number of rows.
-        self._linear_gated: Kernel | None = None
-        if dtype == torch.float32 and not batch_invariant:
-            self._linear_gated = library.kernel("linear_gated", dtype)
+        self._linear_gated = library.kernel("linear_gated", dtype)
         self._rms_norm, self._gated, self._rotate = (
             library.kernel(name, dtype) for name in ("rms_norm", "gated", "rotate")
         )
@@ -61,8 +55,7 @@ class NativeOps:
 
     def __deepcopy__(self, memo: object) -> NativeOps:
         # What was kept is about the weights of the original.
-        library = self._calls.library
-        return NativeOps(library, self._dtype, batch_invariant=self._batch_invariant)
+        return NativeOps(self._calls.library, self._dtype)
 
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -70,7 +63,7 @@ class NativeOps:
         """See `LayerOps`."""
         if not self._takes(x, weight, bias):
             return self._torch.linear(x, weight, bias)
-        return self._multiply(self._linear, x, weight, bias, self._dtype)
+        return self._multiply(self._linear, x, weight, bias, weight.shape[0], self._dtype)
 
     def heads_linear(self, x_THI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:
         """See `LayerOps`."""
@@ -81,7 +74,17 @@ class NativeOps:
         """See `LayerOps`."""
         if not self._takes(hidden, weight, None):
             return self._torch.logits(hidden, weight)
-        return self._multiply(self._linear_to_float32, hidden, weight, None, torch.float32)
+        features, dtype = weight.shape[0], torch.float32
+        return self._multiply(self._linear_to_float32, hidden, weight, None, features, dtype)
+
+    def linear_gated(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See `LayerOps`."""
+        if not self._takes(x, weight, bias):
+            return self._torch.linear_gated(x, weight, bias)
+        features = weight.shape[0] // 2
+        return self._multiply(self._linear_gated, x, weight, bias, features, self._dtype)
 
     def _multiply(
         self,
@@ -89,25 +92,28 @@ class NativeOps:
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        features: int,
         dtype: torch.dtype,
     ) -> torch.Tensor:
         x_TI = _rows(x)
-        rows, features = x_TI.shape[0], weight.shape[0]
-        out_TO = self._calls.empty((rows, features), dtype)
-        self._calls.reads(weight, bias)
-        self._calls.call(
+        rows, width = x_TI.shape
+        calls = self._calls
+        out_TO = calls.empty((rows, features), dtype)
+        scratch = calls.empty(calls.library.turned_shape(rows, width, self._dtype), torch.float32)
+        calls.reads(weight, bias)
+        calls.call(
             kernel,
-            self._calls.team(),
-            self._calls.address(x_TI),
-            self._calls.address(weight),
-            self._calls.address(bias),
-            self._calls.address(out_TO),
+            calls.team(),
+            calls.address(x_TI),
+            calls.address(weight),
+            calls.address(bias),
+            calls.address(out_TO),
             rows,
-            features,
-            weight.shape[1],
+            weight.shape[0],
+            width,
             x_TI.stride(0),
             features,
-            self._batch_invariant,
+            calls.address(scratch),
         )
         return out_TO if x.dim() == 2 else out_TO.view(*x.shape[:-1], features)
 
@@ -142,36 +148,6 @@ class NativeOps:
             width,
         )
         return out
-
-    def linear_gated(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """See `LayerOps`."""
-        width, kernel = weight.shape[0] // 2, self._linear_gated
-        rows = x.numel() // max(x.shape[-1], 1)
-        if (
-            kernel is None
-            or not self._takes(x, weight, bias)
-            or not self._calls.library.gates_along(rows, width)
-        ):
-            return self.gated(self.linear(x, weight, bias))
-        x_TI = _rows(x)
-        out_TO = self._calls.empty((rows, width), x.dtype)
-        self._calls.reads(weight, bias)
-        self._calls.call(
-            kernel,
-            self._calls.team(),
-            self._calls.address(x_TI),
-            self._calls.address(weight),
-            self._calls.address(bias),
-            self._calls.address(out_TO),
-            rows,
-            2 * width,
-            weight.shape[1],
-            x_TI.stride(0),
-            width,
-        )
-        return out_TO if x.dim() == 2 else out_TO.view(*x.shape[:-1], width)
 
     def rotate(
         self,

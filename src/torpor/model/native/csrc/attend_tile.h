@@ -8,6 +8,7 @@
 
 #include "attend_few.h"
 #include "outer.h"
+#include "turn.h"
 
 constexpr int64_t kQueryRows = 192;
 
@@ -50,7 +51,8 @@ static void columns_of_keys(const Chunk<C>& chunk, int64_t count, int64_t k_dim,
     for (int64_t j = 0; j < kChunk; j += 4) {
       Vec4 rows[4];
       for (int i = 0; i < 4; i++) rows[i] = j + i < count ? load4(chunk.keys[j + i] + k) : Vec4{};
-      store_turned(rows, to + k * kChunk + j, kChunk);
+      turn(rows);
+      for (int i = 0; i < 4; i++) store_as(to + (k + i) * kChunk + j, rows[i]);
     }
   for (; k < k_dim; k++)
     for (int64_t j = 0; j < kChunk; j++)

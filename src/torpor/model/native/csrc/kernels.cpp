@@ -4,7 +4,7 @@
 
 #include "attend_tile.h"
 #include "elementwise.h"
-#include "linear_many.h"
+#include "linear.h"
 
 template <class T, class C>
 static void attend(Team* team, const Layer& layer, const Step& step, const Tokens<T>& a,
@@ -19,16 +19,6 @@ static void attend(Team* team, const Layer& layer, const Step& step, const Token
     for (int64_t index = item.first; index < item.first + item.count; index++)
       attend_one<T, C>(layer, step, a, item.row, index, head, mine);
   });
-}
-
-// `alike`: a row has the same bits whatever the number of rows.
-static void multiply(Team* team, const Linear<float, float>& a, bool alike) {
-  if (a.M >= kManyRows && !alike) return linear_many(team, a);
-  linear(team, a);
-}
-template <class Y>
-static void multiply(Team* team, const Linear<BFloat16, Y>& a, bool) {
-  linear(team, a);
 }
 
 template <class P>
@@ -48,8 +38,10 @@ int64_t scratch_floats(const Layer* layer) {
 }
 int64_t tokens_of_a_tile(const Layer* layer) { return tile_tokens(*layer); }
 
-// Whether `linear_gated` takes so many rows, of so many elements each.
-int64_t gates_along(int64_t rows, int64_t width) { return gates_many(rows, width); }
+// float32 elements that each thread needs for a product of so many rows of a dtype, `width` elements
+// each. The memory of a call begins where a line of the cache does.
+int64_t turned_f32(int64_t rows, int64_t width) { return turned_words<float>(rows, width); }
+int64_t turned_bf16(int64_t rows, int64_t width) { return turned_words<BFloat16>(rows, width); }
 
 // A call of any of the functions below: all of them take integers and addresses in an array, so that
 // calls can be kept and repeated.
@@ -61,18 +53,12 @@ void repeat(const Call* calls, int64_t count) {
   for (int64_t i = 0; i < count; i++) calls[i].function(calls[i].arguments);
 }
 
-// Arguments: team, x, w, bias, y, M, N, K, x_stride, y_stride, alike.
-#define LINEAR(NAME, T, Y)                                                                 \
-  void linear_##NAME(const int64_t* a) {                                                   \
-    const Linear<T, Y> given{at<T>(a[1]), at<T>(a[2]), at<T>(a[3]), at<Y>(a[4]), a[5],     \
-                             a[6],        a[7],        a[8],        a[9]};                 \
-    multiply(at<Team>(a[0]), given, a[10]);                                                \
+// Arguments: team, x, w, bias, y, M, N, K, x_stride, y_stride, scratch.
+#define LINEAR(NAME, GATED, T, Y)                                                                \
+  void NAME(const int64_t* a) {                                                                  \
+    linear<GATED, T, Y>(at<Team>(a[0]), {at<T>(a[1]), at<T>(a[2]), at<T>(a[3]), at<Y>(a[4]),     \
+                                         a[5], a[6], a[7], a[8], a[9], at<float>(a[10])});       \
   }
-// Arguments: team, x, w, bias, y, M, N, K, x_stride, y_stride.
-void linear_gated_f32(const int64_t* a) {
-  linear_gated(at<Team>(a[0]), {at<float>(a[1]), at<float>(a[2]), at<float>(a[3]), at<float>(a[4]),
-                                a[5], a[6], a[7], a[8], a[9]});
-}
 // Arguments: team, x, residual, gain, out, rows, width, the bits of eps.
 #define RMS_NORM(NAME, T)                                                                        \
   void rms_norm_##NAME(const int64_t* a) {                                                       \
@@ -99,9 +85,11 @@ void linear_gated_f32(const int64_t* a) {
   }
 #define FOR_DTYPE(NAME, T) RMS_NORM(NAME, T) GATED(NAME, T) ROTATE(NAME, T)
 
-LINEAR(f32_f32, float, float)
-LINEAR(bf16_bf16, BFloat16, BFloat16)
-LINEAR(bf16_f32, BFloat16, float)
+LINEAR(linear_f32_f32, false, float, float)
+LINEAR(linear_bf16_bf16, false, BFloat16, BFloat16)
+LINEAR(linear_bf16_f32, false, BFloat16, float)
+LINEAR(linear_gated_f32, true, float, float)
+LINEAR(linear_gated_bf16, true, BFloat16, BFloat16)
 FOR_DTYPE(f32, float)
 FOR_DTYPE(bf16, BFloat16)
 ATTENTION(f32_f32, float, float)

@@ -1,43 +1,24 @@
 // Products with weights as the checkpoint has them: y[M, N] = x[M, K] w[N, K]^T + b[N].
 //
-// Weights are not rearranged, so that there is one copy of them. An output is one sum over K in an
-// order of its own: its bits depend neither on the other rows nor on the number of threads.
+// Every lane of a vector is a row of x, and a weight meets them all at once: so no sum is taken over
+// a vector, and weights are neither rearranged nor copied. x is turned for it, by each thread for
+// itself. An output is one sum over K, first to last: its bits depend neither on the other rows nor
+// on the number of threads.
 
 #pragma once
 
-#include "vectors.h"
+#include <vector>
 
+#include "elementwise.h"
 #include "team.h"
+#include "turn.h"
+#include "words.h"
 
-// Rows of x that stay in the processor's cache while all weights pass by.
-constexpr int64_t kRowsBytes = 384 << 10;
-
-constexpr int64_t kRun = 4;  // tiles of weights that a thread takes at a time
-
-// How many elements of K one step takes, and one step of it.
-template <class T>
-struct Dot {
-  static constexpr int kStep = kLanes;
-  using Piece = Vec;
-  INLINE Piece get(const T* from) { return load(from); }
-  INLINE Vec add(Vec acc, Piece a, Piece b) { return multiply_add(a, b, acc); }
-};
-
-#if defined(__AVX512BF16__)
-template <>
-struct Dot<BFloat16> {
-  static constexpr int kStep = 2 * kLanes;
-  using Piece = __m512bh;
-  INLINE Piece get(const BFloat16* from) {
-    Piece out;
-    std::memcpy(&out, from, sizeof(out));
-    return out;
-  }
-  INLINE Vec add(Vec acc, Piece a, Piece b) {
-    return reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc), a, b));
-  }
-};
-#endif
+constexpr int64_t kTile = 12;  // outputs at a time
+constexpr int64_t kRun = 4;    // tiles that a thread takes at a time
+constexpr int64_t kGroup = 2 * kLanes;  // rows at a time
+// Rows of x that a thread has turned stay in its cache while all weights pass by.
+constexpr int64_t kTurnedWords = 96 << 10;
 
 template <class T, class Y>
 struct Linear {
@@ -46,103 +27,172 @@ struct Linear {
   const T* bias;  // null for none
   Y* y;
   int64_t M, N, K, x_stride, y_stride;
+  float* turned;  // [threads, turned_words], where a line of the cache begins
 };
 
-// Rows of weights to fetch into the cache while others are multiplied with.
+// Lanes that so many rows of a group take.
+INLINE int64_t lanes(int64_t rows) { return rows <= 8 ? 8 : rows <= kLanes ? kLanes : kGroup; }
+
+// Rows that are turned at a time: as many in each block as can be.
 template <class T>
-struct Ahead {
-  const T* rows;
-  int count;
-};
+INLINE int64_t block_rows(int64_t rows, int64_t width) {
+  int64_t most = kTurnedWords / words<T>(width) / kGroup * kGroup;
+  if (most < 2 * kGroup) most = 2 * kGroup;
+  const int64_t blocks = (rows + most - 1) / most;
+  return ((rows + blocks - 1) / blocks + kGroup - 1) / kGroup * kGroup;
+}
+// Words that each thread needs, in whole lines of the cache.
+template <class T>
+INLINE int64_t turned_words(int64_t rows, int64_t width) {
+  const int64_t each = rows <= kLanes ? lanes(rows) : block_rows<T>(rows, width);
+  return (each * words<T>(width) + 15) / 16 * 16;
+}
 
-// NR outputs of MR rows.
-template <int NR, int MR, class T, class Y>
-INLINE void outputs(const Linear<T, Y>& a, int64_t m, int64_t n, const Ahead<T>& ahead) {
-  using D = Dot<T>;
-  const T* x = a.x + m * a.x_stride;
-  const T* w = a.w + n * a.K;
-  Vec acc[NR][MR] = {};
+// to[words, lanes] of rows of x[rows, K]; lanes without a row are zero.
+template <class T>
+static void turn_rows(const T* x, int64_t stride, int64_t rows, int64_t K, float* to) {
+  const int64_t width = lanes(rows);
   int64_t k = 0;
-  for (; k + D::kStep <= a.K; k += D::kStep) {
-    typename D::Piece weights[NR];
-#pragma GCC unroll 8
-    for (int i = 0; i < NR; i++) {
-      weights[i] = D::get(w + i * a.K + k);
-      if (i < ahead.count) __builtin_prefetch(ahead.rows + i * a.K + k, 0, 2);
+  for (; k + 4 * kPerWord<T> <= K; k += 4 * kPerWord<T>)
+    for (int64_t j = 0; j < width; j += 4) {
+      Vec4 four[4];
+      for (int i = 0; i < 4; i++)
+        four[i] = j + i < rows ? load_as<Vec4>(x + (j + i) * stride + k) : Vec4{};
+      turn(four);
+      for (int i = 0; i < 4; i++)
+        store_as(to + (k / kPerWord<T> + i) * width + j, four[i]);
     }
-#pragma GCC unroll 8
-    for (int j = 0; j < MR; j++) {
-      const typename D::Piece row = D::get(x + j * a.x_stride + k);
-#pragma GCC unroll 8
-      for (int i = 0; i < NR; i++) acc[i][j] = D::add(acc[i][j], weights[i], row);
+  for (; k < K; k += kPerWord<T>)
+    for (int64_t j = 0; j < width; j++) {
+      const int32_t bits = j < rows ? word(x + j * stride + k, K - k) : 0;
+      std::memcpy(to + k / kPerWord<T> * width + j, &bits, sizeof(bits));
     }
-  }
-  float out[NR][MR];
-  if constexpr (MR == 4) {
-#pragma GCC unroll 8
-    for (int i = 0; i < NR; i++) {
-      const Vec4 four = sums(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
-      std::memcpy(out[i], &four, sizeof(four));
-    }
-  } else {
-    // Four at a time here too, of what there is: a sum is a chain that waits for itself.
-    float flat[(NR * MR + 3) / 4 * 4];
-    const auto nth = [&](int n) { return n < NR * MR ? acc[n / MR][n % MR] : Vec{}; };
-#pragma GCC unroll 8
-    for (int n = 0; n < NR * MR; n += 4) {
-      const Vec4 four = sums(nth(n), nth(n + 1), nth(n + 2), nth(n + 3));
-      std::memcpy(flat + n, &four, sizeof(four));
-    }
-    std::memcpy(out, flat, sizeof(out));
-  }
-  for (; k < a.K; k++)
-    for (int i = 0; i < NR; i++)
-      for (int j = 0; j < MR; j++)
-        out[i][j] = std::fma(widen(w[i * a.K + k]), widen(x[j * a.x_stride + k]), out[i][j]);
-  for (int i = 0; i < NR; i++) {
-    const float bias = a.bias ? widen(a.bias[n + i]) : 0.0f;
-    for (int j = 0; j < MR; j++) put(a.y + (m + j) * a.y_stride + n + i, out[i][j] + bias);
-  }
 }
 
-// NR outputs of rows m .. end - 1. What is fetched ahead, null or kWide rows of weights, is spread
-// over them: memory is never idle then.
-template <int NR, class T, class Y>
-static void columns(const Linear<T, Y>& a, int64_t m, int64_t end, int64_t n, const T* ahead) {
-  static_assert(kAcross == 4);
-  const int parts = static_cast<int>((end - m + 3) / 4), each = (kWide + parts - 1) / parts;
-  int fetched = ahead ? 0 : kWide;
-  const auto next = [&] {
-    const Ahead<T> part{ahead ? ahead + fetched * a.K : nullptr, each < kWide - fetched ? each : kWide - fetched};
-    fetched += part.count;
-    return part;
+// to[H, V vectors L]: products of H rows of weights with rows turned. The rows of weights from
+// `ahead` on, if any, are fetched meanwhile: memory is never idle then.
+template <class L, int V, int H, class T>
+INLINE void multiply_rows(const T* w, int64_t K, const float* turned, const T* ahead, float* to) {
+  constexpr int64_t kWidth = V * sizeof(L) / sizeof(float), kLine = 64 / sizeof(T);
+  L acc[H][V] = {};
+  const auto step = [&](int64_t k, int64_t count) __attribute__((always_inline)) {
+    L rows[V];
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++)
+      rows[v] = load_as<L>(turned + k / kPerWord<T> * kWidth + v * sizeof(L) / sizeof(float));
+#pragma GCC unroll 16
+    for (int i = 0; i < H; i++) {
+      const int32_t weight = word(w + i * K + k, count);
+#pragma GCC unroll 2
+      for (int v = 0; v < V; v++) acc[i][v] = Word<T>::add(acc[i][v], weight, rows[v]);
+    }
   };
-  for (; m + 4 <= end; m += 4) outputs<NR, 4>(a, m, n, next());
-  if (end - m == 3) outputs<NR, 3>(a, m, n, next());
-  if (end - m == 2) outputs<NR, 2>(a, m, n, next());
-  if (end - m == 1) outputs<NR, 1>(a, m, n, next());
+  int64_t k = 0;
+  for (; k + kLine <= K; k += kLine) {
+    if (ahead)
+#pragma GCC unroll 16
+      for (int i = 0; i < H; i++) __builtin_prefetch(ahead + i * K + k, 0, 2);
+    for (int64_t at = k; at < k + kLine; at += kPerWord<T>) step(at, kPerWord<T>);
+  }
+  for (; k + kPerWord<T> <= K; k += kPerWord<T>) step(k, kPerWord<T>);
+  if (k < K) step(k, K - k);
+  for (int i = 0; i < H; i++)
+    for (int v = 0; v < V; v++) store_as(to + i * kWidth + v * sizeof(L) / sizeof(float), acc[i][v]);
 }
 
-template <class T, class Y>
-static void linear(Team* team, const Linear<T, Y>& a) {
-  const int64_t tiles = (a.N + kWide - 1) / kWide;
-  int64_t rows = kRowsBytes / (a.K * static_cast<int64_t>(sizeof(T))) / 4 * 4;
-  if (rows < 4) rows = 4;
-  const int64_t runs = (tiles + kRun - 1) / kRun, blocks = (a.M + rows - 1) / rows;
-  const bool worth_it = a.M * a.N * a.K >= 1 << 15;
-  together(team, worth_it, runs * blocks, [&](int64_t item, int64_t, const auto& next) {
-    const int64_t m = item / runs * rows, end = m + rows < a.M ? m + rows : a.M;
+template <int H, class T>
+INLINE void multiply_group(const T* w, int64_t K, const float* turned, int64_t width,
+                           const T* ahead, float* to) {
+  if (width == 8) return multiply_rows<Vec8, 1, H>(w, K, turned, ahead, to);
+  if (width == kLanes) return multiply_rows<Vec, 1, H>(w, K, turned, ahead, to);
+  // As many sums at a time as there are registers for.
+  constexpr int kPart = kLanes == 16 || H == 1 ? H : H / 2;
+  for (int i = 0; i < H; i += kPart)
+    multiply_rows<Vec, 2, kPart>(w + i * K, K, turned, ahead ? ahead + i * K : nullptr,
+                                 to + i * width);
+}
+
+template <class T>
+INLINE void add_bias(float* sums, int64_t width, int64_t height, const T* bias) {
+  for (int64_t i = 0; i < height; i++)
+    for (int64_t j = 0; j < width; j += 8) {
+      store_as(sums + i * width + j, load_as<Vec8>(sums + i * width + j) + widen(bias[i]));
+    }
+}
+
+// y[rows, height] of sums [height, width].
+template <class Y>
+INLINE void turn_back(const float* sums, int64_t width, int64_t rows, int64_t height, Y* y,
+                      int64_t stride) {
+  int64_t j = 0, i = 0;
+  for (; j + 4 <= rows; j += 4)
+    for (i = 0; i + 4 <= height; i += 4) {
+      Vec4 four[4];
+      for (int p = 0; p < 4; p++) four[p] = load_as<Vec4>(sums + (i + p) * width + j);
+      turn(four);
+      for (int p = 0; p < 4; p++) store4(y + (j + p) * stride + i, four[p]);
+    }
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t at = row < j ? i : 0; at < height; at++)
+      put(y + row * stride + at, sums[at * width + row]);
+}
+
+// Outputs n .. n + H - 1 of rows m .. end - 1, those before `from` left out. Gated, an output is
+// silu(gate) * up of two, half of N apart.
+template <bool kGated, int H, class T, class Y>
+INLINE void tile(const Linear<T, Y>& a, int64_t m, int64_t end, int64_t n, int64_t from,
+                 const float* turned, int64_t next) {
+  const int64_t half = kGated ? a.N / 2 : 0, first = m;
+  for (; m < end; m += kGroup) {
+    const int64_t rows = end - m < kGroup ? end - m : kGroup, width = lanes(rows);
+    const float* x = turned + (m - first) * words<T>(a.K);
+    alignas(64) float sums[1 + kGated][H * kGroup];
+    for (int i = 0; i <= kGated; i++) {
+      const int64_t at = n + i * half;
+      const T* ahead = m == first ? a.w + (next + i * half) * a.K : nullptr;
+      multiply_group<H>(a.w + at * a.K, a.K, x, width, ahead, sums[i]);
+      if (a.bias) add_bias(sums[i], width, H, a.bias + at);
+    }
+    if constexpr (kGated)
+      for (int64_t i = 0; i < H * width; i += kLanes)
+        store(sums[0] + i, through_gate(rounded<T>(load(sums[0] + i)), rounded<T>(load(sums[1] + i))));
+    turn_back(sums[0] + (from - n) * width, width, rows, n + H - from, a.y + m * a.y_stride + from,
+              a.y_stride);
+  }
+}
+
+template <bool kGated, int H, class T, class Y>
+static void linear_of(Team* team, const Linear<T, Y>& a, int64_t outputs) {
+  const int64_t tiles = (outputs + H - 1) / H, runs = (tiles + kRun - 1) / kRun;
+  const int64_t each = block_rows<T>(a.M, a.K), blocks = (a.M + each - 1) / each;
+  const int64_t size = turned_words<T>(a.M, a.K);
+  std::vector<int64_t> turned(team->threads(), -1);  // the block that each thread has turned
+  // The last tile reaches back over outputs that the one before it has made.
+  const auto start = [&](int64_t number) { return number * H < outputs - H ? number * H : outputs - H; };
+  together(team, a.M * a.N * a.K >= 1 << 15, runs * blocks, [&](int64_t item, int64_t thread, const auto& next) {
+    const int64_t block = item / runs, m = block * each, end = m + each < a.M ? m + each : a.M;
+    float* mine = a.turned + thread * size;
+    if (turned[thread] != block) {
+      turned[thread] = block;
+      for (int64_t i = m; i < end; i += kGroup)
+        turn_rows(a.x + i * a.x_stride, a.x_stride, end - i < kGroup ? end - i : kGroup, a.K,
+                  mine + (i - m) * words<T>(a.K));
+    }
     const int64_t first = item % runs * kRun, last = first + kRun < tiles ? first + kRun : tiles;
-    for (int64_t tile = first; tile < last; tile++) {
-      int64_t n = tile * kWide;
-      if (n + kWide <= a.N) {
-        // What is given out next is likely this thread's: its weights can be on their way.
-        const int64_t after = tile + 1 < last ? tile + 1 : next.load() % runs * kRun;
-        const T* ahead = (after + 1) * kWide <= a.N ? a.w + after * kWide * a.K : nullptr;
-        columns<kWide>(a, m, end, n, ahead);
-      } else {
-        for (; n < a.N; n++) columns<1, T>(a, m, end, n, nullptr);
-      }
+    for (int64_t number = first; number < last; number++) {
+      // What is given out next is likely this thread's: its weights can be on their way.
+      const int64_t after = number + 1 < last ? number + 1 : next.load() % runs * kRun;
+      tile<kGated, H>(a, m, end, start(number), number * H, mine, start(after));
     }
   });
+}
+
+// y[M, N] of x, or with kGated y[M, N / 2] = silu(gate) * up of the N outputs, gate first, which
+// are never in memory as a whole (Shazeer 2020).
+template <bool kGated, class T, class Y>
+static void linear(Team* team, const Linear<T, Y>& a) {
+  const int64_t outputs = kGated ? a.N / 2 : a.N;
+  if (!a.M || !outputs) return;
+  if (outputs >= kTile) return linear_of<kGated, kTile>(team, a, outputs);
+  linear_of<kGated, 1>(team, a, outputs);
 }

@@ -63,25 +63,3 @@ static void multiply(const float* a, int64_t a_stride, const float* b, int64_t w
   for (; r < rows; r++)
     outer_rows<1>(a + r * a_stride, a_stride, b, width, depth, into.from(r, 0));
 }
-
-// Stores four rows of four as columns, `stride` apart.
-INLINE void store_turned(const Vec4 (&rows)[4], float* to, int64_t stride) {
-  const Vec4 low01 = __builtin_shufflevector(rows[0], rows[1], 0, 4, 1, 5);
-  const Vec4 high01 = __builtin_shufflevector(rows[0], rows[1], 2, 6, 3, 7);
-  const Vec4 low23 = __builtin_shufflevector(rows[2], rows[3], 0, 4, 1, 5);
-  const Vec4 high23 = __builtin_shufflevector(rows[2], rows[3], 2, 6, 3, 7);
-  const Vec4 columns[4] = {__builtin_shufflevector(low01, low23, 0, 1, 4, 5),
-                           __builtin_shufflevector(low01, low23, 2, 3, 6, 7),
-                           __builtin_shufflevector(high01, high23, 0, 1, 4, 5),
-                           __builtin_shufflevector(high01, high23, 2, 3, 6, 7)};
-  for (int i = 0; i < 4; i++) std::memcpy(to + i * stride, &columns[i], sizeof(Vec4));
-}
-
-INLINE Vec4 load4(const float* from) {
-  Vec4 out;
-  std::memcpy(&out, from, sizeof(out));
-  return out;
-}
-INLINE Vec4 load4(const BFloat16* from) {
-  return Vec4{widen(from[0]), widen(from[1]), widen(from[2]), widen(from[3])};
-}

@@ -38,6 +38,20 @@ using Halves = uint16_t __attribute__((vector_size(kLanes * 2)));
 using Vec8 = float __attribute__((vector_size(32)));
 using Vec4 = float __attribute__((vector_size(16)));
 
+// Vectors of as many integers.
+template <class V>
+struct As;
+#define AS(LANES)                                               \
+  template <>                                                   \
+  struct As<float __attribute__((vector_size(LANES * 4)))> {    \
+    using Ints = int32_t __attribute__((vector_size(LANES * 4))); \
+    using Halves = uint16_t __attribute__((vector_size(LANES * 2))); \
+  };
+AS(4)
+AS(8)
+AS(16)
+#undef AS
+
 #define INLINE static inline __attribute__((always_inline))
 
 // bfloat16 is the upper half of a float.
@@ -53,13 +67,26 @@ INLINE float widen(BFloat16 x) {
   return out;
 }
 
-INLINE Vec broadcast(float x) { return Vec{} + x; }
+INLINE Vec broadcast(float x) {
+  // Not `Vec{} + x`, which is not x where that is -0: compilers do add then.
+  int32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return reinterpret_cast<Vec>(Ints{} + bits);
+}
 
-INLINE Vec load(const float* from) {
-  Vec out;
+// A vector's bytes, whatever they mean.
+template <class V>
+INLINE V load_as(const void* from) {
+  V out;
   std::memcpy(&out, from, sizeof(out));
   return out;
 }
+template <class V>
+INLINE void store_as(void* to, V x) {
+  std::memcpy(to, &x, sizeof(x));
+}
+
+INLINE Vec load(const float* from) { return load_as<Vec>(from); }
 INLINE Vec load(const BFloat16* from) {
   Halves halves;
   std::memcpy(&halves, from, sizeof(halves));
@@ -83,6 +110,13 @@ INLINE Vec multiply_add(Vec a, Vec b, Vec c) {
   return c;
 #endif
 }
+#if defined(__AVX512F__)
+INLINE Vec8 multiply_add(Vec8 a, Vec8 b, Vec8 c) {
+  return reinterpret_cast<Vec8>(_mm256_fmadd_ps(reinterpret_cast<__m256>(a),
+                                                reinterpret_cast<__m256>(b),
+                                                reinterpret_cast<__m256>(c)));
+}
+#endif
 INLINE Vec multiply_add(Vec a, float b, Vec c) { return multiply_add(a, broadcast(b), c); }
 INLINE Vec multiply_add(Vec a, Vec b, float c) { return multiply_add(a, b, broadcast(c)); }
 INLINE Vec multiply_add(Vec a, float b, float c) {
@@ -101,12 +135,28 @@ INLINE BFloat16 round_to_bfloat16(float x) {
 INLINE void put(float* to, float x) { *to = x; }
 INLINE void put(BFloat16* to, float x) { *to = round_to_bfloat16(x); }
 
+// The same of all lanes.
+template <class V>
+INLINE auto round_to_halves(V x) {
+  using I = typename As<V>::Ints;
+  const I bits = reinterpret_cast<I>(x);
+  const I rounded = ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) & 0xffff;
+  const I nan = ((bits >> 16) & 0xffff) | 0x40;
+  const I is_nan = x != x;
+  return __builtin_convertvector((is_nan & nan) | (~is_nan & rounded),
+                                 typename As<V>::Halves);
+}
 INLINE void store(BFloat16* to, Vec x) {
-  const Ints bits = reinterpret_cast<Ints>(x);
-  const Ints rounded = ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) & 0xffff;
-  const Ints nan = ((bits >> 16) & 0xffff) | 0x40;
-  const Ints is_nan = x != x;
-  const Halves halves = __builtin_convertvector((is_nan & nan) | (~is_nan & rounded), Halves);
+  const auto halves = round_to_halves(x);
+  std::memcpy(to, &halves, sizeof(halves));
+}
+INLINE Vec4 load4(const float* from) { return load_as<Vec4>(from); }
+INLINE Vec4 load4(const BFloat16* from) {
+  return Vec4{widen(from[0]), widen(from[1]), widen(from[2]), widen(from[3])};
+}
+INLINE void store4(float* to, Vec4 x) { std::memcpy(to, &x, sizeof(x)); }
+INLINE void store4(BFloat16* to, Vec4 x) {
+  const auto halves = round_to_halves(x);
   std::memcpy(to, &halves, sizeof(halves));
 }
 
