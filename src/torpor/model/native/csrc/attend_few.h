@@ -53,13 +53,15 @@ INLINE void score(const float* query, int64_t width, const C* const* keys, float
 
 // Adds weighted values of a chunk to G heads, V vectors of them.
 template <class C, int G, int V>
-INLINE void weigh(const Chunk<C>& chunk, int64_t count, int64_t at, int64_t width,
+INLINE void weigh(const Layer& layer, const Chunk<C>& chunk, const Chunk<C>& ahead, int64_t at,
                   const float* weights, const float* factors, float* values) {
+  const int64_t width = layer.v_dim;
   Vec acc[G][V];
   for (int g = 0; g < G; g++)
     for (int i = 0; i < V; i++)
       acc[g][i] = load(values + g * padded(width) + at + i * kLanes) * factors[g];
-  for (int64_t j = 0; j < count; j++) {
+  for (int64_t j = 0; j < chunk.count; j++) {
+    ahead.fetch_values(layer, j, j + 1);
     const C* from = chunk.values[j] + at;
 #pragma GCC unroll 4
     for (int i = 0; i < V; i++) {
@@ -73,15 +75,19 @@ INLINE void weigh(const Chunk<C>& chunk, int64_t count, int64_t at, int64_t widt
     for (int i = 0; i < V; i++) store(values + g * padded(width) + at + i * kLanes, acc[g][i]);
 }
 
-// One chunk for G heads.
+// One chunk for G heads; what lies ahead is fetched meanwhile.
 template <class C, int G>
-static void few_heads(const Layer& layer, const Chunk<C>& chunk, int64_t count, const FewRoom& room,
-                      int64_t g) {
+static void few_heads(const Layer& layer, const Chunk<C>& chunk, const Chunk<C>& ahead,
+                      const FewRoom& room, int64_t g) {
+  const int64_t count = chunk.count;
   float* scores = room.scores + g * kChunk;
   const float* query = room.query + g * padded(layer.k_dim);
   int64_t j = 0;
-  for (; j + 4 <= count; j += 4)
+  for (; j + 4 <= count; j += 4) {
+    ahead.fetch_keys(layer, j, j + 4);
     score<C, G, 4>(query, layer.k_dim, chunk.keys + j, scores + j);
+  }
+  ahead.fetch_keys(layer, j, kChunk);
   for (; j < count; j++) score<C, G, 1>(query, layer.k_dim, chunk.keys + j, scores + j);
   float factors[G];
   for (int i = 0; i < G; i++) {
@@ -91,18 +97,30 @@ static void few_heads(const Layer& layer, const Chunk<C>& chunk, int64_t count, 
   float* values = room.values + g * padded(layer.v_dim);
   int64_t at = 0;
   for (; at + 4 * kLanes <= padded(layer.v_dim); at += 4 * kLanes)
-    weigh<C, G, 4>(chunk, count, at, layer.v_dim, scores, factors, values);
+    weigh<C, G, 4>(layer, chunk, ahead, at, scores, factors, values);
   for (; at < layer.v_dim; at += kLanes)
-    weigh<C, G, 1>(chunk, count, at, layer.v_dim, scores, factors, values);
+    weigh<C, G, 1>(layer, chunk, ahead, at, scores, factors, values);
+  ahead.fetch_values(layer, count, kChunk);
 }
 
+// A query: its row, its place there, and the head of the cache that it asks.
+struct Query {
+  int64_t row, index, head;
+
+  int64_t end(const Step& step) const { return step.contexts[row] + index + 1; }
+  int64_t begin(const Layer& layer, const Step& step) const {
+    const int64_t end = this->end(step);
+    return layer.window && end > layer.window ? end - layer.window : 0;
+  }
+};
+
+// `next`: the query that comes next, if known.
 template <class T, class C>
-static void attend_one(const Layer& layer, const Step& step, const Tokens<T>& a, int64_t row,
-                       int64_t index, int64_t head, float* scratch) {
+static void attend_one(const Layer& layer, const Step& step, const Tokens<T>& a, const Query& asked,
+                       const Query* next, float* scratch) {
   const FewRoom room(layer, scratch);
-  const int64_t group = layer.heads / layer.kv_heads, token = step.starts[row] + index;
-  const int64_t end = step.contexts[row] + index + 1;
-  const int64_t begin = layer.window && end > layer.window ? end - layer.window : 0;
+  const int64_t group = layer.heads / layer.kv_heads, head = asked.head;
+  const int64_t token = step.starts[asked.row] + asked.index, end = asked.end(step);
   for (int64_t g = 0; g < group; g++) {
     const T* query = a.q + token * a.q_stride + (head * group + g) * layer.k_dim;
     for (int64_t k = 0; k < layer.k_dim; k += kLanes)
@@ -111,14 +129,20 @@ static void attend_one(const Layer& layer, const Step& step, const Tokens<T>& a,
     room.running[g] = Running{};
     std::memset(room.values + g * padded(layer.v_dim), 0, padded(layer.v_dim) * sizeof(float));
   }
-  for (int64_t at = begin; at < end; at += kChunk) {
-    const int64_t count = end - at < kChunk ? end - at : kChunk;
-    const Chunk<C> chunk(layer, step, row, head, at, count);
+  Chunk<C> chunk, ahead, none;
+  for (int64_t at = asked.begin(layer, step); at < end; at += kChunk) {
+    chunk.locate(layer, step, asked.row, head, at, end);
+    if (at + kChunk < end)
+      ahead.locate(layer, step, asked.row, head, at + kChunk, end);
+    else if (next)
+      ahead.locate(layer, step, next->row, next->head, next->begin(layer, step), next->end(step));
+    else
+      ahead.count = 0;
     int64_t g = 0;
-    for (; g + 4 <= group; g += 4) few_heads<C, 4>(layer, chunk, count, room, g);
-    if (group - g == 3) few_heads<C, 3>(layer, chunk, count, room, g);
-    if (group - g == 2) few_heads<C, 2>(layer, chunk, count, room, g);
-    if (group - g == 1) few_heads<C, 1>(layer, chunk, count, room, g);
+    for (; g + 4 <= group; g += 4) few_heads<C, 4>(layer, chunk, g ? none : ahead, room, g);
+    if (group - g == 3) few_heads<C, 3>(layer, chunk, g ? none : ahead, room, g);
+    if (group - g == 2) few_heads<C, 2>(layer, chunk, g ? none : ahead, room, g);
+    if (group - g == 1) few_heads<C, 1>(layer, chunk, g ? none : ahead, room, g);
   }
   for (int64_t g = 0; g < group; g++) {
     const int64_t place = token * layer.heads + head * group + g;

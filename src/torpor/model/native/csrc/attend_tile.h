@@ -45,23 +45,23 @@ struct TileRoom {
 
 // Keys of a chunk as columns [D, K]; columns beyond `count` are zero.
 template <class C>
-static void columns_of_keys(const Chunk<C>& chunk, int64_t count, int64_t k_dim, float* to) {
+static void columns_of_keys(const Chunk<C>& chunk, int64_t k_dim, float* to) {
   int64_t k = 0;
   for (; k + 4 <= k_dim; k += 4)
     for (int64_t j = 0; j < kChunk; j += 4) {
       Vec4 rows[4];
-      for (int i = 0; i < 4; i++) rows[i] = j + i < count ? load4(chunk.keys[j + i] + k) : Vec4{};
+      for (int i = 0; i < 4; i++) rows[i] = j + i < chunk.count ? load4(chunk.keys[j + i] + k) : Vec4{};
       turn(rows);
       for (int i = 0; i < 4; i++) store_as(to + (k + i) * kChunk + j, rows[i]);
     }
   for (; k < k_dim; k++)
     for (int64_t j = 0; j < kChunk; j++)
-      to[k * kChunk + j] = j < count ? widen(chunk.keys[j][k]) : 0.0f;
+      to[k * kChunk + j] = j < chunk.count ? widen(chunk.keys[j][k]) : 0.0f;
 }
 
 template <class C>
-static void rows_of_values(const Chunk<C>& chunk, int64_t count, int64_t v_dim, float* to) {
-  for (int64_t j = 0; j < count; j++)
+static void rows_of_values(const Chunk<C>& chunk, int64_t v_dim, float* to) {
+  for (int64_t j = 0; j < chunk.count; j++)
     for (int64_t k = 0; k < v_dim; k += kLanes)
       store(to + j * padded(v_dim) + k, load_part(chunk.values[j] + k, v_dim - k));
 }
@@ -94,11 +94,14 @@ static void attend_tile(const Layer& layer, const Step& step, const Tokens<T>& a
   std::memset(room.out, 0, rows * room.v_width * sizeof(float));
   const int64_t end = position + item.count;
   const int64_t begin = layer.window && position + 1 > layer.window ? position + 1 - layer.window : 0;
+  Chunk<C> chunk;
   for (int64_t at = begin; at < end; at += kChunk) {
-    const int64_t count = end - at < kChunk ? end - at : kChunk;
-    const Chunk<C> chunk(layer, step, item.row, head, at, count);
-    columns_of_keys(chunk, count, layer.k_dim, room.keys);
-    rows_of_values(chunk, count, layer.v_dim, room.values);
+    chunk.locate(layer, step, item.row, head, at, end);
+    chunk.fetch_keys(layer, 0, kChunk);
+    chunk.fetch_values(layer, 0, kChunk);
+    const int64_t count = chunk.count;
+    columns_of_keys(chunk, layer.k_dim, room.keys);
+    rows_of_values(chunk, layer.v_dim, room.values);
     multiply(room.query, room.k_width, room.keys, kChunk, rows, layer.k_dim,
              {room.scores, kChunk, false, nullptr});
     const bool all_seen = at + kChunk - 1 <= position && !layer.window;

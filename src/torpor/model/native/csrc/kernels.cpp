@@ -11,13 +11,22 @@ static void attend(Team* team, const Layer& layer, const Step& step, const Token
                    float* scratch, int64_t scratch_stride) {
   write_tokens<T, C>(team, layer, step, a);
   const int64_t work = step.num_items * layer.kv_heads;
-  together(team, true, work, [&](int64_t number, int64_t thread, const auto&) {
+  const auto query = [&](int64_t number, int64_t index) {
+    const Item& item = step.items[number / layer.kv_heads];
+    return Query{item.row, item.first + index, number % layer.kv_heads};
+  };
+  together(team, true, work, [&](int64_t number, int64_t thread, const auto& next) {
     float* mine = scratch + thread * scratch_stride;
     const Item& item = step.items[number / layer.kv_heads];
-    const int64_t head = number % layer.kv_heads;
-    if (item.form != kFew) return attend_tile<T, C>(layer, step, a, item, head, mine);
-    for (int64_t index = item.first; index < item.first + item.count; index++)
-      attend_one<T, C>(layer, step, a, item.row, index, head, mine);
+    if (item.form != kFew)
+      return attend_tile<T, C>(layer, step, a, item, number % layer.kv_heads, mine);
+    // What is given out next is likely this thread's.
+    const int64_t after = next.load();
+    const bool known = after < work && step.items[after / layer.kv_heads].form == kFew;
+    const Query soon = known ? query(after, 0) : Query{};
+    for (int64_t i = 0; i < item.count; i++)
+      attend_one<T, C>(layer, step, a, query(number, i), known && i + 1 == item.count ? &soon : nullptr,
+                       mine);
   });
 }
 

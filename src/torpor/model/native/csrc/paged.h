@@ -49,28 +49,34 @@ INLINE void fetch(const C* from, int64_t count) {
     __builtin_prefetch(from + k, 0, 2);
 }
 
-// Where the positions from `begin` on lie, `count` of them.
+// Where the positions from `begin` on lie, `count` of them. Blocks lie far apart, where the
+// processor does not guess what comes next: it is told, while it works on what came before.
 template <class C>
 struct Chunk {
   const C* keys[kChunk];
   const C* values[kChunk];
+  int64_t count = 0;
 
-  Chunk(const Layer& layer, const Step& step, int64_t row, int64_t head, int64_t begin,
-        int64_t count) {
+  void locate(const Layer& layer, const Step& step, int64_t row, int64_t head, int64_t begin,
+              int64_t end) {
     const int64_t* table = step.tables + row * step.table_width + begin / layer.block_size;
     const C* arena = static_cast<const C*>(layer.arena);
     int64_t at = begin % layer.block_size;
+    count = end - begin < kChunk ? end - begin : kChunk;
     for (int64_t j = 0; j < count; table++, at = 0) {
       const C* base = arena + *table * layer.block_elements;
       for (; j < count && at < layer.block_size; j++, at++) {
         const int64_t place = head * layer.block_size + at;
         keys[j] = base + layer.key_offset + place * layer.k_dim;
         values[j] = base + layer.value_offset + place * layer.v_dim;
-        // Blocks lie far apart, where the processor does not guess what comes next.
-        fetch(keys[j], layer.k_dim);
-        fetch(values[j], layer.v_dim);
       }
     }
+  }
+  void fetch_keys(const Layer& layer, int64_t first, int64_t last) const {
+    for (int64_t j = first; j < last && j < count; j++) fetch(keys[j], layer.k_dim);
+  }
+  void fetch_values(const Layer& layer, int64_t first, int64_t last) const {
+    for (int64_t j = first; j < last && j < count; j++) fetch(values[j], layer.v_dim);
   }
 };
 
