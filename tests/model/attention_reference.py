@@ -141,7 +141,6 @@ class World:
                 self.layout,
                 library=native_library(),
                 allocate=self._allocate,
-                batch_invariant=self.batch_invariant,
             )
         return TorchAttention(
             self.kv,

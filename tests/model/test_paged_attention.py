@@ -249,7 +249,7 @@ def test_capabilities_are_declared(kind: str) -> None:
     capabilities = World([attention_spec()], [1], kind=kind).backend.capabilities
     assert capabilities.name == kind
     assert not capabilities.reads_past_length
-    assert not capabilities.batch_invariant
+    assert capabilities.batch_invariant is (kind == "native")
     assert capabilities.returns_lse
     assert capabilities.k_v_dims_differ
     assert capabilities.windows

@@ -56,7 +56,7 @@ def choose_backends(
     library = _library(args.cpu_kernels, dtype, memory.kv.device)
     if library is None:
         return _torch(args, memory, allocate, dtype)
-    calls, invariant = Calls(library), args.batch_invariant
+    calls = Calls(library)
     ops = NativeOps(
         library,
         dtype,
@@ -75,7 +75,6 @@ def choose_backends(
             library=library,
             calls=calls,
             allocate=_named(allocate, name),
-            batch_invariant=invariant,
         )
 
     return ops, make

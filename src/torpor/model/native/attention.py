@@ -1,5 +1,8 @@
 """Attention over the paged cache by the compiled kernels: no block is gathered or copied.
 
+A token's bits depend on its row up to it: neither on the other rows, nor on how its row is chunked,
+nor on the number of threads.
+
 Shape letters: T new tokens of all rows, R rows, B blocks of a table, H heads, D head size.
 """
 
@@ -51,8 +54,6 @@ class NativeAttention(LseAttention):
         library: the kernels; they have float32 and bfloat16, for layers and for the cache.
         calls: of one engine, those of its layers included; None for calls of its own.
         allocate: gives scratch memory, see `Allocate`; called only here.
-        batch_invariant: make a token's bits independent of how its row is chunked; of the other
-            rows they always are. Slower for prompts.
 
     Raises:
         ArgumentError: the arena does not fit the layout.
@@ -66,14 +67,12 @@ class NativeAttention(LseAttention):
         library: Library,
         calls: Calls | None = None,
         allocate: Allocate,
-        batch_invariant: bool = False,
     ) -> None:
         layout.check_arena(kv)
         self._kv = kv
         self._library = library
         self._calls = Calls(library) if calls is None else calls
         self._kernels = {dtype: library.kernel("attend", dtype, kv.dtype) for dtype in SUFFIXES}
-        self._batch_invariant = batch_invariant
         self._layers = {layer: _layer(kv, layout, spec) for layer, spec in layout.specs.items()}
         self._threads = torch.get_num_threads()
         self._stride = max(map(library.scratch_floats, self._layers.values()))
@@ -97,7 +96,7 @@ class NativeAttention(LseAttention):
             returns_lse=True,
             k_v_dims_differ=True,
             windows=True,
-            batch_invariant=self._batch_invariant,
+            batch_invariant=True,
         )
 
     def begin(self, batch: AttentionBatch) -> None:
@@ -162,7 +161,7 @@ class NativeAttention(LseAttention):
         batch = rows.batch
         items: list[tuple[int, int, int, int]] = []
         for row, count in enumerate(batch.query_lens):
-            few = self._batch_invariant or count * group <= FEW_QUERIES
+            few = count * group <= FEW_QUERIES
             size, form = (RUN_TOKENS, _FEW) if few else (tile, _TILE)
             items += (
                 (row, first, min(size, count - first), form) for first in range(0, count, size)

@@ -20,6 +20,8 @@ _POINTER = ctypes.c_void_p
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 """The dtypes that there are kernels for, and what the names of their functions end in."""
 
+_MAX_SIZES = 4096
+
 
 class Layer(ctypes.Structure):
     """One layer's attention; see ``paged.h``."""
@@ -85,9 +87,10 @@ class Library:
             raise KernelsUnavailableError(f"{path} cannot be loaded: {error}") from error
         self._repeat = self.function("repeat", [_POINTER, _INT])
         self._turned = {
-            dtype: self.function(f"turned_{suffix}", [_INT, _INT], _INT)
+            dtype: self.function(f"turned_{suffix}", [_POINTER, _INT, _INT], _INT)
             for dtype, suffix in SUFFIXES.items()
         }
+        self._sizes: dict[tuple[torch.dtype, int, int, int], int] = {}
         self._new_team = self.function("new_team", [_INT], _POINTER)
         self._teams: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -119,9 +122,15 @@ class Library:
         """Make so many calls, whose array of ``Call`` is at an address."""
         self._repeat(calls, count)
 
-    def turned_shape(self, rows: int, width: int, dtype: torch.dtype) -> tuple[int, int]:
-        """Of the float32 scratch memory of a product of so many rows of so many elements."""
-        return torch.get_num_threads(), self._turned[dtype](rows, width)
+    def turned_floats(self, dtype: torch.dtype, team: int, rows: int, width: int) -> int:
+        """float32 elements of scratch memory that a team needs for a product of so many rows of so
+        many elements."""
+        key = dtype, team, rows, width
+        if key not in self._sizes:
+            if len(self._sizes) >= _MAX_SIZES:
+                self._sizes.clear()
+            self._sizes[key] = self._turned[dtype](team, rows, width)
+        return self._sizes[key]
 
     def scratch_floats(self, layer: Layer) -> int:
         """float32 elements that each thread needs to attend in a layer."""

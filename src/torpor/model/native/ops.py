@@ -97,13 +97,14 @@ class NativeOps:
     ) -> torch.Tensor:
         x_TI = _rows(x)
         rows, width = x_TI.shape
-        calls = self._calls
+        calls, team = self._calls, self._calls.team()
         out_TO = calls.empty((rows, features), dtype)
-        scratch = calls.empty(calls.library.turned_shape(rows, width, self._dtype), torch.float32)
+        floats = calls.library.turned_floats(self._dtype, team, rows, width)
+        scratch = calls.empty((floats,), torch.float32)
         calls.reads(weight, bias)
         calls.call(
             kernel,
-            calls.team(),
+            team,
             calls.address(x_TI),
             calls.address(weight),
             calls.address(bias),

@@ -1,10 +1,12 @@
 // Attention of single queries: every key is read once, for all query heads that share it.
 //
-// The bits of a query depend on its own row up to it and on nothing else.
+// The bits of a query depend on its own row up to it and on nothing else, and are those that it has in a
+// tile.
 
 #pragma once
 
 #include "softmax.h"
+#include "turn.h"
 
 INLINE int64_t padded(int64_t width) { return (width + kLanes - 1) / kLanes * kLanes; }
 
@@ -25,30 +27,29 @@ struct FewRoom {
   }
 };
 
-// Scores of G query heads with the keys of four positions, or of one.
-template <class C, int G, int P>
-INLINE void score(const float* query, int64_t width, const C* const* keys, float* scores) {
-  Vec acc[G][P] = {};
+// Scores of G query heads with the keys of kLanes positions, `count` of which there are; each is a
+// sum over the key, first to last.
+template <class C, int G>
+INLINE void score(const float* query, int64_t width, const C* const* keys, int64_t count,
+                  float* scores) {
+  Vec acc[G] = {};
   for (int64_t k = 0; k < width; k += kLanes) {
-    Vec parts[P];
-#pragma GCC unroll 4
-    for (int p = 0; p < P; p++) parts[p] = load_part(keys[p] + k, width - k);
-#pragma GCC unroll 4
-    for (int g = 0; g < G; g++) {
-      const Vec part = load(query + g * padded(width) + k);
-#pragma GCC unroll 4
-      for (int p = 0; p < P; p++) acc[g][p] = multiply_add(part, parts[p], acc[g][p]);
-    }
-  }
-#pragma GCC unroll 4
-  for (int g = 0; g < G; g++) {
-    if constexpr (P == 4) {
-      const Vec4 four = sums(acc[g][0], acc[g][1], acc[g][2], acc[g][3]);
-      std::memcpy(scores + g * kChunk, &four, sizeof(four));
+    Vec parts[kLanes];
+    if (count >= kLanes && k + kLanes <= width) {
+#pragma GCC unroll 16
+      for (int p = 0; p < kLanes; p++) parts[p] = load(keys[p] + k);
     } else {
-      scores[g * kChunk] = sum(acc[g][0]);
+      for (int p = 0; p < kLanes; p++) parts[p] = p < count ? load_part(keys[p] + k, width - k) : Vec{};
     }
+    turn(parts);
+#pragma GCC unroll 16
+    for (int p = 0; p < kLanes; p++)
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g++)
+        acc[g] = multiply_add(broadcast(query[g * padded(width) + k + p]), parts[p], acc[g]);
   }
+#pragma GCC unroll 4
+  for (int g = 0; g < G; g++) store(scores + g * kChunk, acc[g]);
 }
 
 // Adds weighted values of a chunk to G heads, V vectors of them.
@@ -60,7 +61,7 @@ INLINE void weigh(const Layer& layer, const Chunk<C>& chunk, const Chunk<C>& ahe
   for (int g = 0; g < G; g++)
     for (int i = 0; i < V; i++)
       acc[g][i] = load(values + g * padded(width) + at + i * kLanes) * factors[g];
-  for (int64_t j = 0; j < chunk.count; j++) {
+  for (int64_t j = chunk.first; j < chunk.count; j++) {
     ahead.fetch_values(layer, j, j + 1);
     const C* from = chunk.values[j] + at;
 #pragma GCC unroll 4
@@ -79,20 +80,18 @@ INLINE void weigh(const Layer& layer, const Chunk<C>& chunk, const Chunk<C>& ahe
 template <class C, int G>
 static void few_heads(const Layer& layer, const Chunk<C>& chunk, const Chunk<C>& ahead,
                       const FewRoom& room, int64_t g) {
-  const int64_t count = chunk.count;
   float* scores = room.scores + g * kChunk;
   const float* query = room.query + g * padded(layer.k_dim);
-  int64_t j = 0;
-  for (; j + 4 <= count; j += 4) {
-    ahead.fetch_keys(layer, j, j + 4);
-    score<C, G, 4>(query, layer.k_dim, chunk.keys + j, scores + j);
+  for (int64_t j = 0; j < kChunk; j += kLanes) {
+    ahead.fetch_keys(layer, j, j + kLanes);
+    if (j < chunk.count)
+      score<C, G>(query, layer.k_dim, chunk.keys + j, chunk.count - j, scores + j);
   }
-  ahead.fetch_keys(layer, j, kChunk);
-  for (; j < count; j++) score<C, G, 1>(query, layer.k_dim, chunk.keys + j, scores + j);
   float factors[G];
   for (int i = 0; i < G; i++) {
-    for (j = count; j < padded(count); j++) scores[i * kChunk + j] = kHidden;
-    factors[i] = room.running[g + i].fold(scores + i * kChunk, count);
+    for (int64_t j = 0; j < chunk.first; j++) scores[i * kChunk + j] = kHidden;
+    for (int64_t j = chunk.count; j < kChunk; j++) scores[i * kChunk + j] = kHidden;
+    factors[i] = room.running[g + i].fold(scores + i * kChunk);
   }
   float* values = room.values + g * padded(layer.v_dim);
   int64_t at = 0;
@@ -100,7 +99,7 @@ static void few_heads(const Layer& layer, const Chunk<C>& chunk, const Chunk<C>&
     weigh<C, G, 4>(layer, chunk, ahead, at, scores, factors, values);
   for (; at < layer.v_dim; at += kLanes)
     weigh<C, G, 1>(layer, chunk, ahead, at, scores, factors, values);
-  ahead.fetch_values(layer, count, kChunk);
+  ahead.fetch_values(layer, chunk.count, kChunk);
 }
 
 // A query: its row, its place there, and the head of the cache that it asks.
@@ -130,10 +129,10 @@ static void attend_one(const Layer& layer, const Step& step, const Tokens<T>& a,
     std::memset(room.values + g * padded(layer.v_dim), 0, padded(layer.v_dim) * sizeof(float));
   }
   Chunk<C> chunk, ahead, none;
-  for (int64_t at = asked.begin(layer, step); at < end; at += kChunk) {
+  for (int64_t at = asked.begin(layer, step); at < end; at = chunk_end(at)) {
     chunk.locate(layer, step, asked.row, head, at, end);
-    if (at + kChunk < end)
-      ahead.locate(layer, step, asked.row, head, at + kChunk, end);
+    if (chunk_end(at) < end)
+      ahead.locate(layer, step, asked.row, head, chunk_end(at), end);
     else if (next)
       ahead.locate(layer, step, next->row, next->head, next->begin(layer, step), next->end(step));
     else

@@ -47,10 +47,14 @@ int64_t scratch_floats(const Layer* layer) {
 }
 int64_t tokens_of_a_tile(const Layer* layer) { return tile_tokens(*layer); }
 
-// float32 elements that each thread needs for a product of so many rows of a dtype, `width` elements
-// each. The memory of a call begins where a line of the cache does.
-int64_t turned_f32(int64_t rows, int64_t width) { return turned_words<float>(rows, width); }
-int64_t turned_bf16(int64_t rows, int64_t width) { return turned_words<BFloat16>(rows, width); }
+// float32 elements of scratch that a product of so many rows, `width` elements each, needs. They
+// begin where a line of the cache does.
+int64_t turned_f32(const Team* team, int64_t rows, int64_t width) {
+  return team->threads() * turned_words<float>(rows, width, team->threads());
+}
+int64_t turned_bf16(const Team* team, int64_t rows, int64_t width) {
+  return team->threads() * turned_words<BFloat16>(rows, width, team->threads());
+}
 
 // A call of any of the functions below: all of them take integers and addresses in an array, so that
 // calls can be kept and repeated.

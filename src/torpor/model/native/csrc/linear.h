@@ -33,18 +33,20 @@ struct Linear {
 // Lanes that so many rows of a group take.
 INLINE int64_t lanes(int64_t rows) { return rows <= 8 ? 8 : rows <= kLanes ? kLanes : kGroup; }
 
-// Rows that are turned at a time: as many in each block as can be.
+// Rows that are turned at a time: as many in each block as can be, and as many blocks for each
+// thread, which thus finds most of its rows where it has written them.
 template <class T>
-INLINE int64_t block_rows(int64_t rows, int64_t width) {
+INLINE int64_t block_rows(int64_t rows, int64_t width, int64_t threads) {
   int64_t most = kTurnedWords / words<T>(width) / kGroup * kGroup;
   if (most < 2 * kGroup) most = 2 * kGroup;
-  const int64_t blocks = (rows + most - 1) / most;
+  int64_t blocks = (rows + most - 1) / most;
+  if (blocks > 1) blocks = (blocks + threads - 1) / threads * threads;
   return ((rows + blocks - 1) / blocks + kGroup - 1) / kGroup * kGroup;
 }
 // Words that each thread needs, in whole lines of the cache.
 template <class T>
-INLINE int64_t turned_words(int64_t rows, int64_t width) {
-  const int64_t each = rows <= kLanes ? lanes(rows) : block_rows<T>(rows, width);
+INLINE int64_t turned_words(int64_t rows, int64_t width, int64_t threads) {
+  const int64_t each = rows <= kLanes ? lanes(rows) : block_rows<T>(rows, width, threads);
   return (each * words<T>(width) + 15) / 16 * 16;
 }
 
@@ -164,9 +166,9 @@ INLINE void tile(const Linear<T, Y>& a, int64_t m, int64_t end, int64_t n, int64
 template <bool kGated, int H, class T, class Y>
 static void linear_of(Team* team, const Linear<T, Y>& a, int64_t outputs) {
   const int64_t tiles = (outputs + H - 1) / H, runs = (tiles + kRun - 1) / kRun;
-  const int64_t each = block_rows<T>(a.M, a.K), blocks = (a.M + each - 1) / each;
-  const int64_t size = turned_words<T>(a.M, a.K);
-  std::vector<int64_t> turned(team->threads(), -1);  // the block that each thread has turned
+  const int64_t threads = team->threads(), size = turned_words<T>(a.M, a.K, threads);
+  const int64_t each = block_rows<T>(a.M, a.K, threads), blocks = (a.M + each - 1) / each;
+  std::vector<int64_t> turned(threads, -1);  // the block that each thread has turned
   // The last tile reaches back over outputs that the one before it has made.
   const auto start = [&](int64_t number) { return number * H < outputs - H ? number * H : outputs - H; };
   together(team, a.M * a.N * a.K >= 1 << 15, runs * blocks, [&](int64_t item, int64_t thread, const auto& next) {

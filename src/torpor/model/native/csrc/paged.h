@@ -41,7 +41,9 @@ struct Tokens {
   float* lse;  // [tokens, heads], natural logarithm; null if not wanted
 };
 
-constexpr int64_t kChunk = 64;  // positions attended at a time
+constexpr int64_t kChunk = 64;  // positions attended at a time, from a multiple of it on
+
+INLINE int64_t chunk_end(int64_t at) { return at / kChunk * kChunk + kChunk; }
 
 template <class C>
 INLINE void fetch(const C* from, int64_t count) {
@@ -49,20 +51,24 @@ INLINE void fetch(const C* from, int64_t count) {
     __builtin_prefetch(from + k, 0, 2);
 }
 
-// Where the positions from `begin` on lie, `count` of them. Blocks lie far apart, where the
-// processor does not guess what comes next: it is told, while it works on what came before.
+// Where the positions of a chunk lie: those before number `first` are out of the window, those from
+// number `count` on are not there. Blocks lie far apart, where the processor does not guess what
+// comes next: it is told, while it works on what came before.
 template <class C>
 struct Chunk {
   const C* keys[kChunk];
   const C* values[kChunk];
-  int64_t count = 0;
+  int64_t first = 0, count = 0;
 
+  // Of positions from `begin`, which is in this chunk, to `end`.
   void locate(const Layer& layer, const Step& step, int64_t row, int64_t head, int64_t begin,
               int64_t end) {
-    const int64_t* table = step.tables + row * step.table_width + begin / layer.block_size;
+    const int64_t start = begin / kChunk * kChunk;
+    const int64_t* table = step.tables + row * step.table_width + start / layer.block_size;
     const C* arena = static_cast<const C*>(layer.arena);
-    int64_t at = begin % layer.block_size;
-    count = end - begin < kChunk ? end - begin : kChunk;
+    int64_t at = start % layer.block_size;
+    first = begin - start;
+    count = end - start < kChunk ? end - start : kChunk;
     for (int64_t j = 0; j < count; table++, at = 0) {
       const C* base = arena + *table * layer.block_elements;
       for (; j < count && at < layer.block_size; j++, at++) {
@@ -72,11 +78,13 @@ struct Chunk {
       }
     }
   }
-  void fetch_keys(const Layer& layer, int64_t first, int64_t last) const {
-    for (int64_t j = first; j < last && j < count; j++) fetch(keys[j], layer.k_dim);
+  void fetch_keys(const Layer& layer, int64_t from, int64_t to) const {
+    for (int64_t j = from > first ? from : first; j < to && j < count; j++)
+      fetch(keys[j], layer.k_dim);
   }
-  void fetch_values(const Layer& layer, int64_t first, int64_t last) const {
-    for (int64_t j = first; j < last && j < count; j++) fetch(values[j], layer.v_dim);
+  void fetch_values(const Layer& layer, int64_t from, int64_t to) const {
+    for (int64_t j = from > first ? from : first; j < to && j < count; j++)
+      fetch(values[j], layer.v_dim);
   }
 };
 

@@ -12,14 +12,13 @@ struct Running {
 
   float lse() const { return most + std::log(total); }
 
-  // Turns the first `count` scores, hidden ones up to the next whole vector, into weights. Returns
-  // the factor for what was added up before.
-  float fold(float* scores, int64_t count) {
+  // Turns the scores of a chunk into weights. Returns the factor for what was added up before.
+  float fold(float* scores) {
     Vec most_now = broadcast(most);
-    for (int64_t j = 0; j < count; j += kLanes) most_now = larger(load(scores + j), most_now);
+    for (int64_t j = 0; j < kChunk; j += kLanes) most_now = larger(load(scores + j), most_now);
     const float next = largest(most_now);
     Vec sums_now{};
-    for (int64_t j = 0; j < count; j += kLanes) {
+    for (int64_t j = 0; j < kChunk; j += kLanes) {
       const Vec part = weight(load(scores + j) - next);
       store(scores + j, part);
       sums_now += part;
@@ -27,6 +26,32 @@ struct Running {
     const float factor = weight(broadcast(most - next))[0];
     total = total * factor + sum(sums_now);
     most = next;
+    return factor;
+  }
+};
+
+// As many queries as there are lanes, with scores [kChunk, stride]: every one gets the bits that
+// `Running` has, sums over a vector included.
+struct RunningLanes {
+  float *most, *total;  // [kLanes]
+
+  Vec fold(float* scores, int64_t stride) {
+    const Vec before = load(most);
+    Vec next = before;
+    for (int64_t j = 0; j < kChunk; j++) next = larger(load(scores + j * stride), next);
+    Vec sums_now[kLanes] = {};
+    for (int64_t j = 0; j < kChunk; j += kLanes)
+      for (int i = 0; i < kLanes; i++) {
+        const Vec part = weight(load(scores + (j + i) * stride) - next);
+        store(scores + (j + i) * stride, part);
+        sums_now[i] += part;
+      }
+    for (int half = kLanes / 2; half >= 4; half /= 2)
+      for (int i = 0; i < half; i++) sums_now[i] += sums_now[i + half];
+    const Vec factor = weight(before - next);
+    const Vec sum_now = (sums_now[0] + sums_now[2]) + (sums_now[1] + sums_now[3]);
+    store(total, load(total) * factor + sum_now);
+    store(most, next);
     return factor;
   }
 };
