@@ -15,7 +15,7 @@ from torpor.model.native import replay
 from torpor.model.native.calls import Calls, Tape
 from torpor.model.native.library import Library
 from torpor.model.native.ops import NativeOps
-from torpor.model.native.replay import MAX_TOKENS, Replay, _Watch
+from torpor.model.native.replay import MAX_PASSES, Replay, _Watch
 
 WIDTH = 48
 
@@ -178,12 +178,16 @@ def test_a_pass_of_many_calls_on_several_threads(threads: None) -> None:
             assert torch.equal(bench.run(x), bench.expected(x))
 
 
-def test_long_passes_are_computed_each_time() -> None:
+def test_the_passes_used_last_are_kept() -> None:
     bench = Bench()
-    for _ in range(2):
-        x = rows(MAX_TOKENS + 1)
+    for count in (1, 300, *range(2, MAX_PASSES + 1)):
+        bench.run(rows(count))
+        bench.run(rows(1))
+    assert bench.computed == MAX_PASSES + 1
+    for count, computed in ((1, 0), (2, 0), (300, 1), (3, 1), (2, 0)):
+        x, before = rows(count), bench.computed
         assert torch.equal(bench.run(x), bench.expected(x))
-    assert bench.computed == 2
+        assert bench.computed == before + computed
 
 
 def test_weights_of_another_epoch_are_looked_up_anew() -> None:
@@ -334,28 +338,29 @@ def test_scratch_memory_may_hold_anything_before_a_pass() -> None:
         bench.taken[0].fill_(fill)
 
 
-def test_long_passes_find_their_memory_in_the_room_and_are_computed_each_time() -> None:
-    bench = Bench()
-    x = rows(200)
-    memory = bench.taken[0]
-    for computed in (1, 2):
-        result = bench.ops.run_pass(bench.compute, bench.ops, x.clone())
-        assert torch.equal(result, bench.expected(x))
-        assert 0 <= result.data_ptr() - memory.data_ptr() < memory.numel()
+def test_long_passes_find_their_memory_in_the_room() -> None:
+    for between, computed in ((None, 1), (torch.exp, 2)):
+        bench = Bench(between)
+        x = rows(200)
+        memory = bench.taken[0]
+        for _ in range(2):
+            result = bench.ops.run_pass(bench.compute, bench.ops, x.clone())
+            assert torch.equal(result, bench.expected(x))
+            assert 0 <= result.data_ptr() - memory.data_ptr() < memory.numel()
         assert bench.computed == computed
 
 
-def test_a_pass_that_does_not_repeat_leaves_the_kept_one_alone() -> None:
+def test_rows_wanted_of_a_pass_are_a_size_of_it() -> None:
     bench = Bench()
-    x = rows(3)
-    assert torch.equal(bench.run(x), bench.expected(x))
 
-    def some(context: object, x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        return bench.compute(context, x)[wanted]
+    def some(ops: NativeOps, x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return ops.take_rows(bench.compute(ops, x), wanted)
 
-    for wanted in (torch.tensor([2]), torch.tensor([0, 1])):
-        got = bench.ops.run_pass(some, bench.ops, x.clone(), wanted, repeats=False)
-        assert torch.equal(got, bench.expected(x)[wanted])
-    computed = bench.computed
-    assert torch.equal(bench.run(x), bench.expected(x))
-    assert bench.computed == computed
+    for seed in range(3):
+        x = rows(100, seed)
+        for wanted in ([99], [98 - seed], [0, 50 + seed], [7, 7, 99]):
+            index = torch.tensor(wanted)
+            got = bench.ops.run_pass(some, bench.ops, x.clone(), index)
+            assert torch.equal(got, bench.expected(x)[index])
+        assert torch.equal(bench.run(x), bench.expected(x))
+    assert bench.computed == 4

@@ -91,7 +91,7 @@ class Attention(OpsModule):
         else:
             out_THD = self.sink_attn(q_THD, k_THD, v_THD, attn)
         if rows_R is not None:
-            out_THD = out_THD.index_select(0, rows_R)
+            out_THD = self.ops.take_rows(out_THD, rows_R)
         out: torch.Tensor = self.o_proj(out_THD.flatten(1))
         return out
 

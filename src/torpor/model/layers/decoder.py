@@ -35,7 +35,7 @@ from torpor.sleep.shards import ALONE, TensorParallel
 from torpor.sleep.source import SliceTable
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(OpsModule):
     """Attention and MLP or experts, each behind a norm and around a residual.
 
     With ``sandwich_norm`` (Pangu Ultra, Yin et al. 2025, section 3.2) what each adds to the stream
@@ -95,7 +95,7 @@ class DecoderLayer(nn.Module):
             x_TD, residual_TD = self.input_layernorm.add(x_TD, residual_TD)
         x_TD = self.self_attn(x_TD, rope, attn, rows_R)
         if rows_R is not None:
-            residual_TD = residual_TD.index_select(0, rows_R)
+            residual_TD = self.ops.take_rows(residual_TD, rows_R)
         if self.pre_mlp_layernorm is None or self.post_mlp_layernorm is None:
             x_TD, residual_TD = self.post_attention_layernorm.add(x_TD, residual_TD)
             return self.mlp(x_TD), residual_TD
@@ -128,9 +128,8 @@ class Decoder(OpsModule):
         """int64 ids and positions [T] to hidden states [T, D], or [R, D] of those rows."""
         x_TD = self.embed_tokens(ids_T)
         cos, sin = self.rotary_emb(positions_T, x_TD.dtype)
-        if rows_R is None:
-            return self.ops.run_pass(self._compute_layers, attn, x_TD, cos, sin)
-        return self.ops.run_pass(self._compute_layers, attn, x_TD, cos, sin, rows_R, repeats=False)
+        rows = () if rows_R is None else (rows_R,)
+        return self.ops.run_pass(self._compute_layers, attn, x_TD, cos, sin, *rows)
 
     def _compute_layers(
         self,

@@ -103,7 +103,7 @@ class LatentAttention(OpsModule):
         else:
             out_THC = self.sink_attn(q_THK, k_T1K, c_T1C, attn)
         if rows_R is not None:
-            out_THC = out_THC.index_select(0, rows_R)
+            out_THC = self.ops.take_rows(out_THC, rows_R)
         out_THV = self.ops.heads_linear(out_THC, self.w_uv)
         out: torch.Tensor = self.o_proj(out_THV.flatten(1))
         return out

@@ -56,9 +56,11 @@ class LayerOps(Protocol):
         """``gated(linear(x, weight, bias))``, in one go where that is faster."""
         ...
 
-    def run_pass(
-        self, compute: Compute, context: object, *inputs: torch.Tensor, repeats: bool = True
-    ) -> torch.Tensor:
+    def take_rows(self, x_TX: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
+        """Rows of [T, ...] by their int64 numbers [R], each from 0 to T - 1: [R, ...]."""
+        ...
+
+    def run_pass(self, compute: Compute, context: object, *inputs: torch.Tensor) -> torch.Tensor:
         """``compute(context, *inputs)``; the result holds until the next call, or sleep.
 
         Its Python need not run again for inputs of sizes that were there before: hooks on modules
@@ -68,7 +70,6 @@ class LayerOps(Protocol):
             compute: depends on context, inputs and weights, and on nothing else.
             context: what attention knows of the step, say.
             inputs: [T, ...] each, T the number of tokens; they may be overwritten.
-            repeats: whether all sizes within follow from T.
         """
         ...
 
@@ -143,9 +144,11 @@ class TorchOps:
         """See `LayerOps`."""
         return self.gated(self.linear(x, weight, bias))
 
-    def run_pass(
-        self, compute: Compute, context: object, *inputs: torch.Tensor, repeats: bool = True
-    ) -> torch.Tensor:
+    def take_rows(self, x_TX: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
+        """See `LayerOps`."""
+        return x_TX.index_select(0, rows_R)
+
+    def run_pass(self, compute: Compute, context: object, *inputs: torch.Tensor) -> torch.Tensor:
         """See `LayerOps`."""
         return compute(context, *inputs)
 

@@ -6,6 +6,7 @@ Shape letters: T rows, I input features, O output features, H heads, D head size
 from __future__ import annotations
 
 import functools
+import math
 import struct
 
 import torch
@@ -48,8 +49,8 @@ class NativeOps:
         self._linear = library.kernel("linear", dtype, dtype)
         self._linear_to_float32 = library.kernel("linear", dtype, torch.float32)
         self._linear_gated = library.kernel("linear_gated", dtype)
-        self._rms_norm, self._gated, self._rotate = (
-            library.kernel(name, dtype) for name in ("rms_norm", "gated", "rotate")
+        self._rms_norm, self._gated, self._rotate, self._take_rows = (
+            library.kernel(name, dtype) for name in ("rms_norm", "gated", "rotate", "take_rows")
         )
         self._torch = TorchOps()
 
@@ -178,13 +179,26 @@ class NativeOps:
         )
         return x_THD
 
-    def run_pass(
-        self, compute: Compute, context: object, *inputs: torch.Tensor, repeats: bool = True
-    ) -> torch.Tensor:
+    def take_rows(self, x_TX: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
+        """See `LayerOps`."""
+        if not (self._are_mine(x_TX) and x_TX.is_contiguous() and rows_R.is_contiguous()):
+            return self._torch.take_rows(x_TX, rows_R)
+        out = self._calls.empty((rows_R.shape[0], *x_TX.shape[1:]), x_TX.dtype)
+        self._calls.call(
+            self._take_rows,
+            self._calls.address(x_TX),
+            self._calls.address(rows_R),
+            self._calls.address(out),
+            rows_R.shape[0],
+            math.prod(x_TX.shape[1:]),
+        )
+        return out
+
+    def run_pass(self, compute: Compute, context: object, *inputs: torch.Tensor) -> torch.Tensor:
         """See `LayerOps`."""
         if self._replay is None:
             return compute(context, *inputs)
-        return self._replay.run(compute, context, inputs, repeats=repeats)
+        return self._replay.run(compute, context, inputs)
 
     def _norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, gain: torch.Tensor, eps: float

@@ -1,4 +1,4 @@
-"""A forward pass: noted by Python, then computed in one go; one of few tokens is kept and repeated.
+"""A forward pass: noted by Python, then computed in one go, kept and repeated.
 
 What torch itself computes on the way would come too early, and be missing in a repetition. So
 torch's functions are watched while calls are noted: before it does more than look at memory, all
@@ -20,15 +20,18 @@ from torpor.model.machine.scratch import Allocate
 from torpor.model.native.calls import Calls, Tape
 from torpor.model.native.room import Room
 
-MAX_TOKENS = 64
-"""With more, repetition is not worth what is kept for it."""
+MAX_PASSES = 128
+"""What is kept: decoding has a number of tokens for each number of rows, and prompts have lengths
+of their own, but those that are split all have the same one."""
+MANY_TOKENS = 65
+"""From so many on, a pass that cannot be repeated is noted first, since its calls are long."""
 ROOM_BYTES = 64 << 20
 """For the results of a pass that live at a time. Where a pass needs more, products take so long
 that its memory no longer counts."""
 
 
 class Replay:
-    """Computes passes; short ones over the same number of tokens are repeated."""
+    """Computes passes; those over inputs of the same sizes are repeated."""
 
     def __init__(self, calls: Calls, allocate: Allocate, *, epoch: Callable[[], int]) -> None:
         """Start with none.
@@ -42,43 +45,41 @@ class Replay:
         self._memory = allocate((ROOM_BYTES,), torch.uint8, "results")
         self._current_epoch = epoch
         self._epoch: int | None = None
-        self._passes: dict[tuple[int, int], _Pass] = {}
-        """By number of tokens and threads."""
+        self._passes: dict[tuple[int, ...], _Pass] = {}
+        """By number of threads and sizes of the inputs; those used last are at the end."""
 
     def run(
         self,
         compute: Compute,
         context: object,
         inputs: Sequence[torch.Tensor],
-        *,
-        repeats: bool = True,
     ) -> torch.Tensor:
         """``compute(context, *inputs)``; the result holds until the next call, or sleep.
 
         Args:
             compute: of context, inputs and weights alone, by the kernels of `calls`.
             context: another one is another pass. Not kept alive.
-            inputs: [T, ...] each, the same sizes whenever T is the same; may be overwritten.
-            repeats: False where that is not so.
+            inputs: of any first dimensions, from which all other sizes follow; may be overwritten.
         """
-        tokens = inputs[0].shape[0]
-        if tokens > MAX_TOKENS:
-            return self._note(compute, context, inputs, Room(self._memory))[0]
-        if not repeats:
-            return self._compute(compute, context, inputs)
         epoch = self._current_epoch()
         if epoch != self._epoch:
             self._passes.clear()
             self._epoch = epoch
-        key = tokens, torch.get_num_threads()
-        kept = self._passes.get(key)
+        key = torch.get_num_threads(), *(each.shape[0] for each in inputs)
+        kept = self._passes.pop(key, None)
         if kept is None or not kept.is_of(compute, context):
             kept, result = self._record(compute, context, inputs)
-            self._passes[key] = kept
+            self._keep(key, kept)
             return result
+        self._keep(key, kept)
         if not kept.repeats:
-            return self._compute(compute, context, inputs)
+            return self._once(compute, context, inputs)
         return kept.repeat(inputs)
+
+    def _keep(self, key: tuple[int, ...], kept: _Pass) -> None:
+        self._passes[key] = kept
+        if len(self._passes) > MAX_PASSES:
+            del self._passes[next(iter(self._passes))]
 
     def _record(
         self, compute: Compute, context: object, inputs: Sequence[torch.Tensor]
@@ -113,6 +114,13 @@ class Replay:
             calls.room = calls.tape = None
             tape.drop()
         return result, tape, watch.computed
+
+    def _once(
+        self, compute: Compute, context: object, inputs: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        if inputs[0].shape[0] < MANY_TOKENS:
+            return self._compute(compute, context, inputs)
+        return self._note(compute, context, inputs, Room(self._memory))[0]
 
     def _compute(
         self, compute: Compute, context: object, inputs: Sequence[torch.Tensor]

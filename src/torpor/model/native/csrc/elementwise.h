@@ -18,6 +18,13 @@ static void each_row(Team* team, int64_t rows, int64_t width, Row row) {
   });
 }
 
+// out[i] = x[numbers[i]], of rows [width].
+template <class T>
+static void take_rows(const T* x, const int64_t* numbers, T* out, int64_t rows, int64_t width) {
+  for (int64_t i = 0; i < rows; i++)
+    std::memcpy(out + i * width, x + numbers[i] * width, width * sizeof(T));
+}
+
 // out = x / rms(x) * gain, in float32 (Zhang and Sennrich 2019). Rounded to T before the gain, as
 // the checkpoints were trained. With `residual`, x is first added to it, and the sum is its new
 // value.

@@ -85,6 +85,11 @@ void repeat(const Call* calls, int64_t count) {
   void gated_##NAME(const int64_t* a) {                                     \
     gated<T>(at<Team>(a[0]), at<T>(a[1]), at<T>(a[2]), a[3], a[4]);         \
   }
+// Arguments: x, numbers, out, rows, width.
+#define TAKE_ROWS(NAME, T)                                                    \
+  void take_rows_##NAME(const int64_t* a) {                                   \
+    take_rows<T>(at<T>(a[0]), at<int64_t>(a[1]), at<T>(a[2]), a[3], a[4]);    \
+  }
 // Arguments: team, x, cosines, sines, rows, heads, width, stride.
 #define ROTATE(NAME, T)                                                                         \
   void rotate_##NAME(const int64_t* a) {                                                        \
@@ -96,7 +101,7 @@ void repeat(const Call* calls, int64_t count) {
     attend<T, C>(at<Team>(a[0]), *at<Layer>(a[1]), *at<Step>(a[2]), *at<Tokens<T>>(a[3]),       \
                  at<float>(a[4]), a[5]);                                                        \
   }
-#define FOR_DTYPE(NAME, T) RMS_NORM(NAME, T) GATED(NAME, T) ROTATE(NAME, T)
+#define FOR_DTYPE(NAME, T) RMS_NORM(NAME, T) GATED(NAME, T) TAKE_ROWS(NAME, T) ROTATE(NAME, T)
 
 LINEAR(linear_f32_f32, false, float, float)
 LINEAR(linear_bf16_bf16, false, BFloat16, BFloat16)
