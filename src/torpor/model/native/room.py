@@ -51,7 +51,9 @@ class Room:
         return self._first <= address < self._first + self._memory.numel()
 
     def at_the_place_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same place, as a part of the memory itself."""
+        """The same place, as a part of the memory itself; nothing has no place."""
+        if not tensor.numel():
+            return tensor
         start = tensor.data_ptr() - self._first
         nbytes = tensor.numel() * tensor.dtype.itemsize
         assert 0 <= start <= self._memory.numel() - nbytes, "a result from elsewhere"
