@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.model.helpers import reference as reference_model
+from tests.model.native_kernels import native_library
 
 import torpor
 from torpor.engine.llm import LLM
@@ -265,6 +266,23 @@ def test_batch_invariant_bits_at_real_sizes(
         llm.reset_prefix_cache()
         crowd = llm.generate(chosen[::-1], params)[::-1]
         assert [output.outputs for output in crowd] == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_kernels_give_the_same_bits_in_any_company(dtype: str) -> None:
+    """Without `batch_invariant`: alone, in a batch and with its prompt in chunks."""
+    native_library()
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=3)
+    chosen = [" ".join(TEXTS[index] for index in MANY), *(TEXTS[index] for index in MANY)]
+    chosen += [f"{number} and" for number in range(14)]
+    options: dict[str, Any] = {"dtype": dtype, "num_threads": 1, "max_model_len": 512}
+    options |= {"cpu_kernels": "native", "enable_prefix_caching": False}
+    with LLM("smollm2", **options) as llm:
+        expected = [llm.generate(text, params)[0].outputs for text in chosen]
+        assert [output.outputs for output in llm.generate(chosen, params)] == expected
+    with LLM("smollm2", **options, max_num_batched_tokens=50) as llm:
+        crowd = llm.generate(chosen[::-1], params)[::-1]
+    assert [output.outputs for output in crowd] == expected
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -157,7 +157,8 @@ INLINE void tile(const Linear<T, Y>& a, int64_t m, int64_t end, int64_t n, int64
     }
     if constexpr (kGated)
       for (int64_t i = 0; i < H * width; i += kLanes)
-        store(sums[0] + i, through_gate(rounded<T>(load(sums[0] + i)), rounded<T>(load(sums[1] + i))));
+        store(sums[0] + i,
+              through_gate(rounded<T>(load(sums[0] + i)), rounded<T>(load(sums[1] + i))));
     turn_back(sums[0] + (from - n) * width, width, rows, n + H - from, a.y + m * a.y_stride + from,
               a.y_stride);
   }
@@ -170,8 +171,11 @@ static void linear_of(Team* team, const Linear<T, Y>& a, int64_t outputs) {
   const int64_t each = block_rows<T>(a.M, a.K, threads), blocks = (a.M + each - 1) / each;
   std::vector<int64_t> turned(threads, -1);  // the block that each thread has turned
   // The last tile reaches back over outputs that the one before it has made.
-  const auto start = [&](int64_t number) { return number * H < outputs - H ? number * H : outputs - H; };
-  together(team, a.M * a.N * a.K >= 1 << 15, runs * blocks, [&](int64_t item, int64_t thread, const auto& next) {
+  const auto start = [&](int64_t number) {
+    return number * H < outputs - H ? number * H : outputs - H;
+  };
+  const bool worth_it = a.M * a.N * a.K >= 1 << 15;
+  together(team, worth_it, runs * blocks, [&](int64_t item, int64_t thread, const auto& next) {
     const int64_t block = item / runs, m = block * each, end = m + each < a.M ? m + each : a.M;
     float* mine = a.turned + thread * size;
     if (turned[thread] != block) {

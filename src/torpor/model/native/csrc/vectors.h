@@ -3,8 +3,7 @@
 // Where a product is added to something, rounding once or twice is said, with `multiply_add` or
 // without: compilers choose differently from loop to loop (and are told not to).
 //
-// A sum over a vector always adds the same pairs in the same order, alone or four at a time: what a
-// row's bits are must not depend on how many rows were computed beside it.
+// A sum over a vector always adds the same pairs in the same order.
 
 #pragma once
 
@@ -21,15 +20,6 @@
 constexpr int kLanes = 16;
 #else
 constexpr int kLanes = 8;
-#endif
-
-// How many accumulators fit: 32 registers there, 16 elsewhere.
-#if defined(__AVX512F__)
-constexpr int kWide = 6;    // rows of weights, or of queries, at a time
-constexpr int kAcross = 4;  // vectors, or input rows, at a time
-#else
-constexpr int kWide = 3;
-constexpr int kAcross = 4;
 #endif
 
 using Vec = float __attribute__((vector_size(kLanes * 4)));
@@ -200,30 +190,6 @@ INLINE Vec4 fold_to_4(Vec x) {
 INLINE float sum(Vec x) {
   const Vec4 y = fold_to_4(x);
   return (y[0] + y[2]) + (y[1] + y[3]);
-}
-// The sums of four vectors, each as `sum` has it.
-INLINE Vec4 sums(Vec a, Vec b, Vec c, Vec d) {
-#if defined(__AVX512F__)
-  // Half of each beside half of another, so that one addition folds both.
-  const auto halves = [](Vec x, Vec y) {
-    return __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-  };
-  const Vec ab = halves(a, b), cd = halves(c, d);
-  const Vec fours =
-      __builtin_shufflevector(ab, cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-      __builtin_shufflevector(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-  const Vec twos = fours + __builtin_shufflevector(fours, fours, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8,
-                                                   9, 14, 15, 12, 13);
-  const Vec ones = twos + __builtin_shufflevector(twos, twos, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10,
-                                                  13, 12, 15, 14);
-  return __builtin_shufflevector(ones, ones, 0, 4, 8, 12);
-#else
-  const Vec4 p = fold_to_4(a), q = fold_to_4(b), r = fold_to_4(c), s = fold_to_4(d);
-  const Vec4 pq = __builtin_shufflevector(p, q, 0, 4, 1, 5) + __builtin_shufflevector(p, q, 2, 6, 3, 7);
-  const Vec4 rs = __builtin_shufflevector(r, s, 0, 4, 1, 5) + __builtin_shufflevector(r, s, 2, 6, 3, 7);
-  return __builtin_shufflevector(pq, rs, 0, 1, 4, 5) + __builtin_shufflevector(pq, rs, 2, 3, 6, 7);
-#endif
 }
 
 INLINE Vec select(Ints mask, Vec yes, Vec no) { return mask ? yes : no; }
