@@ -40,10 +40,10 @@ extern "C" {
 // A team that is never taken down: its threads sleep when nobody calls.
 Team* new_team(int64_t threads) { return new Team(threads); }
 
-// Floats that each thread needs for `attend`, and queries of one tile.
+// Floats that each thread needs for `attend`, in whole vectors, and queries of one tile.
 int64_t scratch_floats(const Layer* layer) {
   const int64_t few = FewRoom::floats(*layer), tile = TileRoom::floats(*layer);
-  return (few > tile ? few : tile) + kLanes;
+  return ((few > tile ? few : tile) + 2 * kLanes - 1) / kLanes * kLanes;
 }
 int64_t tokens_of_a_tile(const Layer* layer) { return tile_tokens(*layer); }
 
