@@ -123,3 +123,21 @@ def test_every_nan_stays_one_in_a_narrower_cache() -> None:
     block = world.rows[0].blocks[0]
     assert world.layout.keys(world.kv, 0)[block, :6].isnan().all()
     assert world.layout.values(world.kv, 0)[block, :6].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_values_out_of_the_window_do_not_count(dtype: torch.dtype) -> None:
+    spec = attention_spec(k_dim=16, v_dim=16, window=7)
+    world = World([spec], [100], kind="native", cache_dtype=dtype)
+    world.rows[0].v[0][:] = 3e37
+    out_THD, _ = world.step([(0, 100)])[0]
+    torch.testing.assert_close(out_THD / 3e37, torch.ones_like(out_THD), rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, 2**31 - 150, 2**30, 100])
+def test_a_window_wider_than_any_row_hides_nothing(window: int) -> None:
+    spec = attention_spec(heads=1, kv_heads=1, k_dim=16, v_dim=16, window=window)
+    world = World([spec], [100], kind="native")
+    want = world.expected([(0, 100)])[0][0]
+    out_THD, _ = world.step([(0, 100)])[0]
+    torch.testing.assert_close(out_THD.double(), want, rtol=0, atol=1e-5)

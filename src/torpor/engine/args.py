@@ -94,8 +94,8 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     """Whether prompts that begin alike share what was computed for the beginning."""
     batch_invariant: bool = False
-    """Compute so that the bits of an answer do not depend on what runs beside it. Compiled kernels
-    always do; what torch computes is slower then."""
+    """Compute so that the bits of an answer do not depend on what runs beside it. What
+    compiled kernels compute is so always; what torch computes is slower then."""
     cpu_kernels: str = "auto"
     """On a CPU, "native": kernels that a C++ compiler makes for this processor once and the cache
     folder keeps; "torch": what torch ships, slower; "auto": the first where it can be had."""

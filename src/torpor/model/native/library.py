@@ -126,11 +126,13 @@ class Library:
         """float32 elements of scratch memory that a team needs for a product of so many rows of so
         many elements."""
         key = dtype, team, rows, width
-        if key not in self._sizes:
+        found = self._sizes.get(key)
+        if found is None:
+            found = int(self._turned[dtype](team, rows, width))
             if len(self._sizes) >= _MAX_SIZES:
                 self._sizes.clear()
-            self._sizes[key] = self._turned[dtype](team, rows, width)
-        return self._sizes[key]
+            self._sizes[key] = found
+        return found
 
     def scratch_floats(self, layer: Layer) -> int:
         """float32 elements that each thread needs to attend in a layer."""

@@ -181,7 +181,8 @@ class NativeOps:
 
     def take_rows(self, x_TX: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
         """See `LayerOps`."""
-        if not (self._are_mine(x_TX) and x_TX.is_contiguous() and rows_R.is_contiguous()):
+        plain = x_TX.is_contiguous() and rows_R.is_contiguous()
+        if not (plain and self._are_mine(x_TX) and rows_R.dtype == torch.int64):
             return self._torch.take_rows(x_TX, rows_R)
         out = self._calls.empty((rows_R.shape[0], *x_TX.shape[1:]), x_TX.dtype)
         self._calls.call(

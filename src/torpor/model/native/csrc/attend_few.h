@@ -84,7 +84,7 @@ static void few_heads(const Layer& layer, const Chunk<C>& chunk, const Chunk<C>&
   const float* query = room.query + g * padded(layer.k_dim);
   for (int64_t j = 0; j < kChunk; j += kLanes) {
     ahead.fetch_keys(layer, j, j + kLanes);
-    if (j < chunk.count)
+    if (j + kLanes > chunk.first && j < chunk.count)
       score<C, G>(query, layer.k_dim, chunk.keys + j, chunk.count - j, scores + j);
   }
   float factors[G];

@@ -144,7 +144,9 @@ struct Rows {
 template <int V>
 static void attend_group(const Layer& layer, const Rows& rows, const Group& group,
                          const TileRoom& room) {
-  const int32_t window = static_cast<int32_t>(layer.window);
+  // No row is as long as this: what is subtracted from a position stays in 32 bits.
+  constexpr int64_t kLongest = 1 << 30;
+  const int32_t window = static_cast<int32_t>(layer.window < kLongest ? layer.window : kLongest);
   const int64_t last = rows.position + group.tokens[group.count - 1];
   const int64_t begin = window ? rows.position + group.tokens[0] - window + 1 : 0;
   const int64_t count = last < rows.count ? last + 1 : rows.count;
@@ -200,7 +202,7 @@ struct Tile {
           group.query[k * kQueryLanes + m + i] = from[i] ? widen(from[i][k]) * layer.scale : 0.0f;
     }
     for (int64_t m = 0; m < kQueryLanes; m++) {
-      group.most[m] = kHidden, group.total[m] = 0.0f;
+      group.most[m] = kNothingYet, group.total[m] = 0.0f;
       group.tokens[m] = static_cast<int32_t>((group.first + m) / heads_each);
     }
     std::memset(group.out, 0, layer.v_dim * kQueryLanes * sizeof(float));

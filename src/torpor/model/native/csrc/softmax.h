@@ -6,9 +6,12 @@
 
 constexpr float kHidden = -1e30f;  // a score that must not count; finite, so that no NaN arises
 
+// More than any hidden score, so that those have weight 0 also before anything was seen.
+constexpr float kNothingYet = -5e29f;
+
 // Of one query: the largest score so far, and the sum of the exponentials relative to it.
 struct Running {
-  float most = kHidden, total = 0.0f;
+  float most = kNothingYet, total = 0.0f;
 
   float lse() const { return most + std::log(total); }
 
