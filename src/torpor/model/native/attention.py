@@ -27,9 +27,8 @@ from torpor.model.native.calls import Calls
 from torpor.model.native.library import SUFFIXES, Layer, Library, Step, Tokens
 
 FEW_QUERIES = 16
-"""Queries of a row, over the heads that share a KV head, up to which each attends by itself."""
-RUN_TOKENS = 32
-"""Queries that one thread takes at a time where each attends by itself."""
+"""Queries of a row, over the heads that share a KV head, up to which each attends by itself,
+one after the other."""
 
 _FEW, _TILE = 0, 1
 
@@ -162,7 +161,7 @@ class NativeAttention(LseAttention):
         items: list[tuple[int, int, int, int]] = []
         for row, count in enumerate(batch.query_lens):
             few = count * group <= FEW_QUERIES
-            size, form = (RUN_TOKENS, _FEW) if few else (tile, _TILE)
+            size, form = (FEW_QUERIES, _FEW) if few else (tile, _TILE)
             items += (
                 (row, first, min(size, count - first), form) for first in range(0, count, size)
             )
